@@ -7,15 +7,19 @@ import argparse
 import math
 import os
 import socket
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
     from megatron_hdp.profile.job import Profile
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LINE_S = 10.0  # between two lines of progress
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,11 +83,7 @@ def arguments_of(own: argparse.Namespace, training: Sequence[str]) -> "TrainingA
 
 
 def profile_of(own: argparse.Namespace, arguments: "TrainingArguments") -> None:
-    """Profiles and writes the files; in a job, every rank calls this.
-
-    Args:
-        own: values of the flags that `add_flags` declares.
-        arguments: what `arguments_of` gave.
+    """Profiles and writes the files; in a job, every rank calls this after `arguments_of`.
 
     Raises:
         ValueError: the ranks do not go with the configuration, or nothing could be fitted.
@@ -111,19 +111,20 @@ def _check_files(own: argparse.Namespace) -> None:
             )
         if path.is_dir():
             raise ValueError(f"{flag} {path}: found a folder, expected a file's name: add one")
+    if own.picture is None:
+        return
     names = {"--output": own.output, "the report of --output": report_path(own.output)}
     for flag, path in names.items():
-        if own.picture is not None and os.path.realpath(own.picture) == os.path.realpath(path):
+        if os.path.realpath(own.picture) == os.path.realpath(path):
             raise ValueError(f"--picture {own.picture} is the file of {flag} as well: give another")
-    if own.picture is not None and own.picture.suffix not in (".png", ".svg", ".pdf"):
+    if own.picture.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(
             f"--picture {own.picture}: found the suffix {own.picture.suffix!r}, expected .png, "
             ".svg or .pdf: change it"
         )
-    if own.picture is not None:
-        from megatron_hdp.simulator.plot import import_figure
+    from megatron_hdp.simulator.plot import import_figure
 
-        import_figure("a profile")  # rather now than after minutes
+    import_figure("a profile")  # rather now than after minutes
 
 
 def _prepare_device(arguments: "TrainingArguments") -> None:
@@ -154,14 +155,52 @@ def _measured(arguments: "TrainingArguments", budget_s: float) -> "Profile | Non
     """The profile, on the first rank of the job; None on the others."""
     from megatron_hdp.megatron import parallel
     from megatron_hdp.profile.job import run_profile
-    from megatron_hdp.profile.progress import Progress
 
     parallel.join_job(arguments)
     is_first = parallel.is_first_rank()
-    with Progress(is_first) as progress:
+    with ProgressBar(is_first) as progress:
         profile = run_profile(arguments, budget_s, progress)
     parallel.leave_job()
     return profile if is_first else None
+
+
+class ProgressBar:
+    """How far a profile is: a bar on a terminal, else a line now and then; on the first rank only.
+
+    What `passes.measure` tells about itself; use it in a ``with`` block.
+    """
+
+    def __init__(self, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._bar: Any = None
+        self._next_s = time.monotonic() + _LINE_S
+
+    def __enter__(self) -> Self:
+        if self._is_shown and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+            self._bar = tqdm(total=100, bar_format=form, desc="profile")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, what: str, share: float) -> None:
+        """Shows what is done now, and the share of the budget that is gone."""
+        percent = min(100, int(100 * share))
+        if self._bar is not None:
+            self._bar.set_description(f"profile, {what}", refresh=False)
+            self._bar.update(max(0, percent - self._bar.n))
+        elif self._is_shown and time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _LINE_S
+            print(f"profile: {percent} % of the budget, {what}", file=sys.stderr, flush=True)
 
 
 def write(profile: "Profile", own: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ the coefficients so far, and the fit is repeated until that changes no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,19 +122,22 @@ def coefficients_of(found: Fit) -> dict[str, float]:
     return of_model
 
 
-def interval_of(found: Fit, name: str) -> tuple[float, float]:
-    """In which nine of ten fits to resampled repetitions have a coefficient of `NAMES`."""
-    samples = [one.values[name] for one in found.resampled]
+def nine_of_ten(samples: Sequence[float]) -> tuple[float, float]:
+    """The interval in which nine of ten samples are."""
     low, high = np.quantile(samples, (0.05, 0.95), method="nearest")
     return float(low), float(high)
 
 
+def _intervals(found: Fit) -> Iterator[tuple[str, float, float]]:
+    """What no token is without, and in which interval nine of ten resampled fits have it."""
+    for name in _MUST_COST:
+        if name in found.values:
+            yield name, *nine_of_ten([one.values[name] for one in found.resampled])
+
+
 def noise_in(found: Fit) -> str | None:
     """Why the times are too noisy to use: a token may cost nothing by them; else None."""
-    for name in _MUST_COST:
-        if name not in found.values:
-            continue
-        low, high = interval_of(found, name)
+    for name, low, high in _intervals(found):
         if min(low, found.values[name]) <= 0:
             return (
                 f"the measured times are too noisy for a cost model: found {name} = "
@@ -147,15 +150,12 @@ def noise_in(found: Fit) -> str | None:
 
 def warnings_of(found: Fit) -> list[str]:
     """What the times bound badly, although they can be used."""
-    warnings = []
-    for name in _MUST_COST:
-        if name in found.values:
-            low, high = interval_of(found, name)
-            if high > _SURE * low:
-                warnings.append(
-                    f"{name} is uncertain, nine of ten fits have {low:.3g} to {high:.3g}: profile "
-                    "again while nothing else uses the machine, or raise --budget-seconds"
-                )
+    warnings = [
+        f"{name} is uncertain, nine of ten fits have {low:.3g} to {high:.3g}: profile again while "
+        "nothing else uses the machine, or raise --budget-seconds"
+        for name, low, high in _intervals(found)
+        if high > _SURE * low
+    ]
     if found.values["a"] + found.values["attention_b"] == 0:
         warnings.append(
             "attention took no longer for more tokens, so a and attention_b are 0: raise "
@@ -168,11 +168,8 @@ def wires_of(measured: Sequence[Measured]) -> dict[str, tuple[float, float]]:
     """Seconds of a hop and seconds per byte of transfers by themselves, by "intra" or "inter"."""
     found = {}
     for where, leaves_node in (("intra", False), ("inter", True)):
-        here = [
-            one
-            for one in measured
-            if one.case.kind == TRANSFER and one.case.leaves_node == leaves_node
-        ]
+        wires = [one for one in measured if one.case.kind == TRANSFER]
+        here = [one for one in wires if one.case.leaves_node == leaves_node]
         if len(here) < 2:
             continue
         rows = np.array([[1.0, one.case.num_bytes] for one in here])

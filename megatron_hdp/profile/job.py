@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,10 +19,10 @@ from megatron_hdp.megatron.options import (
 )
 from megatron_hdp.megatron.step import build_executor, cost_model_of
 from megatron_hdp.planner import CostModel
-from megatron_hdp.profile.cases import Case, Room, cases_of
+from megatron_hdp.profile.cases import Room, cases_of
 from megatron_hdp.profile.fitting import Fit, Measured, Shape, coefficients_of, warnings_of
 from megatron_hdp.profile.measuring import Bench
-from megatron_hdp.profile.passes import fitted
+from megatron_hdp.profile.passes import Fitted, Progress, fitted
 from megatron_hdp.runtime.health import Heartbeat
 from megatron_hdp.runtime.timeline import START, Timeline
 
@@ -32,14 +31,10 @@ _UNBOUNDED_BYTES_PER_S = 1e15
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Fitted):
     """What was found; the same on every rank."""
 
     cost_model: CostModel
-    fit: Fit
-    measured: tuple[Measured, ...]
-    left_out: tuple[Case, ...]
-    """Cases that the budget had no room for."""
     room: Room
     place: str
     """Device and ranks, in words."""
@@ -48,30 +43,29 @@ class Profile:
     notes: tuple[str, ...]
     """What was not measured, and what stands in its place."""
 
+    def of(self, kind: str, is_held_out: bool) -> list[Measured]:
+        """What was measured of one kind of case."""
+        kinds = [one for one in self.measured if one.case.kind == kind]
+        return [one for one in kinds if one.case.is_held_out == is_held_out]
 
-def run_profile(
-    arguments: TrainingArguments,
-    budget_s: float,
-    progress: Callable[[str, float], None],
-) -> Profile:
+
+def run_profile(arguments: TrainingArguments, budget_s: float, progress: Progress) -> Profile:
     """Profiles in a job that was joined (`parallel.join_job`); every rank must call this.
 
     Args:
         arguments: of the run; hybrid data parallelism is on.
         budget_s: seconds for the measurements, without building the model.
-        progress: is told what is done now and the share of the budget that is gone.
+        progress: see `passes.Progress`.
 
     Raises:
         ValueError: the configuration does not go with the ranks, or there are too few
             cases to fit, or their times are too noisy.
         RankFailure: communication failed; names the rank to blame.
     """
-    # what a rank computes of a micro-batch is the same in one part
+    # What a rank computes of a micro-batch is the same in one part. What latents that travel cost
+    # is added to what is measured here, where a run begins. MTP layers cost what the others do.
     arguments = without_virtual_stages(arguments)
-    # what latents that travel cost is added to what is measured here, where a run begins
-    arguments = replace(arguments, hdp_mla_ring="kv")
-    # MTP layers cost what the others do
-    arguments = replace(arguments, mtp_num_layers=None)
+    arguments = replace(arguments, hdp_mla_ring="kv", mtp_num_layers=None)
     timeline = Timeline()
     heartbeat = Heartbeat.of_job(
         timeline,
@@ -100,7 +94,7 @@ def _profiled(
     executor: HdpExecutor,
     host_bytes_per_s: float,
     budget_s: float,
-    progress: Callable[[str, float], None],
+    progress: Progress,
 ) -> Profile:
     # bytes and layers are counted; seconds are replaced by what is measured
     plain = replace(
@@ -120,10 +114,8 @@ def _profiled(
     if found.measurements > 1:
         notes += (f"the times were noisy: measured {found.measurements} times",)
     return Profile(
+        **vars(found),
         cost_model=cost_model,
-        fit=found.fit,
-        measured=found.measured,
-        left_out=found.left_out,
         room=room,
         place=_place(room, executor.place.num_tensor_ranks, executor.place.num_stages),
         backend=executor.attention.name,
@@ -177,12 +169,9 @@ def _cost_model(
 
 
 def _place(room: Room, tensor_ranks: int, stages: int) -> str:
-    device = parallel.compute_device()
+    device, cores = parallel.compute_device(), len(os.sched_getaffinity(0))
+    name = f"CPU, {cores} cores, {torch.get_num_threads()} threads a rank"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    else:
-        name = (
-            f"CPU, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads a rank"
-        )
     of_devices = f" of {tensor_ranks} x {stages} devices" if tensor_ranks * stages > 1 else ""
     return f"{name}; {room.ranks} HDP rank{'s' * (room.ranks > 1)}{of_devices}"

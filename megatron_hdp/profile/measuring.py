@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.steps import FEWEST_TOKENS, RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import HdpPackedSeqParams, model_dtype, without_shared_experts
@@ -19,7 +18,9 @@ from megatron_hdp.megatron.options import TrainingArguments, expert_layers, head
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.planner.slices import chunks_of
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
-from megatron_hdp.runtime.offload import Copy, select_copy_engine
+from megatron_hdp.runtime.attention import RunShapes
+from megatron_hdp.runtime.gathering import gathered
+from megatron_hdp.runtime.offload import select_copy_engine
 from megatron_hdp.runtime.ring import TokenLayout
 
 _HOPS = 4  # of a transfer at a time
@@ -56,11 +57,10 @@ class Bench:
         if self._began_s is None:
             self._began_s = time.perf_counter()
         own_s = self._runs[case.kind](case)
-        place = self._place
-        mine = [own_s, place.hdp_rank, time.perf_counter() - self._began_s]
-        found = self._gathered(mine)
+        mine = [own_s, self._place.hdp_rank, time.perf_counter() - self._began_s]
+        found = np.array(gathered(mine))
         self.elapsed_s = float(found[:, 2].max())
-        of_ranks = np.zeros(place.num_hdp_ranks)  # the slowest of the devices of each HDP rank
+        of_ranks = np.zeros(self._place.num_hdp_ranks)  # the slowest device of each HDP rank
         np.maximum.at(of_ranks, found[:, 1].astype(int), found[:, 0])
         if case.degree > 1:
             return float(of_ranks[: case.degree].max())
@@ -73,25 +73,17 @@ class Bench:
         pinned = self._device.type == "cuda"
         host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
         rates = []
-        for start, target, source in (
-            (engine.to_host, host, on_device),
-            (engine.to_device, on_device, host),
+        for copy in (
+            lambda: engine.to_host(host, on_device)(),
+            lambda: engine.to_device(on_device, host)(),
         ):
-            taken = [self._timed(partial(_copy, start, target, source)) for _ in range(_COPIES)]
+            taken = [self._timed(copy) for _ in range(_COPIES)]
             rates.append(_COPY_BYTES / float(np.median(taken[1:])))
-        return float(self._gathered([min(rates)]).min()) * self._place.num_tensor_ranks
+        return min(gathered(min(rates))) * self._place.num_tensor_ranks
 
     def on_any_rank(self, found: bool) -> bool:
         """Whether something holds on any rank of the job; the same on all of them."""
-        return bool(self._gathered([float(found)]).any())
-
-    def _gathered(self, values: list[float]) -> Float64Array:
-        """Those of all ranks of the job; shape (ranks, values)."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, mine)
-        found: Float64Array = torch.stack(rows).cpu().numpy()
-        return found
+        return any(gathered(found))
 
     def _timed(self, run: Callable[[], object]) -> float:
         timeline = self._executor.timeline
@@ -102,23 +94,20 @@ class Bench:
     def _micro_batch_s(self, case: Case) -> float:
         """A micro-batch from its start until gradient sync, which is left out."""
         self._executor.chunks[0].zero_grad_buffer()
-        own = self._micro_batch(case)
-        outcome = self._executor.run([own], case.num_tokens)
-        return outcome.until_sync_s
+        return self._executor.run([self._micro_batch(case)], case.num_tokens).until_sync_s
 
     def _micro_batch(self, case: Case) -> RankMicroBatch:
         rank = self._place.hdp_rank
         if rank >= case.degree > 1:  # not in the ring
             return padding_micro_batch(rank, FEWEST_TOKENS * self._place.token_multiple)
-        if case.degree == 1:
-            parts = [np.arange(length) for length in case.lengths]
-        else:
+        is_ring = case.degree > 1
+        parts = [np.arange(length) for length in case.lengths]
+        if is_ring:
             parts = [_slice(length, case.degree, rank) for length in case.lengths]
         lengths = tuple(len(part) for part in parts)
         num_tokens = sum(lengths)
         # tensor ranks and stages of one HDP rank hold the same tokens
         numbers = np.random.default_rng(num_tokens).integers(0, self._vocab_size, (2, num_tokens))
-        is_ring = case.degree > 1
         return replace(
             padding_micro_batch(rank, num_tokens),
             tokens=numbers[0],
@@ -141,21 +130,16 @@ class Bench:
         heads = arguments.num_attention_heads // place.num_tensor_ranks
         groups = max(1, (arguments.num_query_groups or heads) // place.num_tensor_ranks)
         head_dim, value_dim = head_sizes(arguments)
-        of_heads = (heads, head_dim), (groups, head_dim), (groups, value_dim), (heads, value_dim)
-        q, k, v, gradient = (
-            torch.randn(
-                (case.num_tokens, *of_head), dtype=model_dtype(arguments), device=self._device
-            )
-            for of_head in of_heads
-        )
-        inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+        kind = self._device, model_dtype(arguments), head_dim
+        shapes = RunShapes(*kind, heads=heads, kv_heads=groups, value_dim=value_dim)
+        *inputs, gradient = shapes.inputs(case.num_tokens)
         scale = float(head_dim) ** -0.5
         cores = [layer.self_attention.core_attention for layer in self._executor.layers]
 
         def run() -> None:
             for core in cores:
                 out = self._executor.attention(
-                    *(q, k, v, layout, self._executor.comm, scale),
+                    *(*inputs, layout, self._executor.comm, scale),
                     window=core.window,
                     sink=core.softmax_offset,
                 )
@@ -226,12 +210,6 @@ class Bench:
                 sent, spare = comm.pass_on(sent, ring, rank, into=spare).wait(), sent
 
         return self._timed(run) / _HOPS
-
-
-def _copy(
-    start: Callable[[torch.Tensor, torch.Tensor], Copy], target: torch.Tensor, source: torch.Tensor
-) -> None:
-    start(target, source).wait()
 
 
 def _slice(length: int, degree: int, rank: int) -> Int64Array:

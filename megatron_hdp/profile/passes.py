@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from megatron_hdp.profile.cases import COMPUTE, Case
+from megatron_hdp.profile.cases import Case
 from megatron_hdp.profile.fitting import Fit, Measured, Shape, fit, noise_in
 
 FEWEST = 3
@@ -16,6 +16,9 @@ MOST_MEASUREMENTS = 3
 _MOST = 200
 _WARM_UP_SHARE = 1 / (FEWEST + 1)
 _ALWAYS_SHARE = 1 / 4
+
+Progress: TypeAlias = Callable[[str, float], None]
+"""Is told what is done now and the share of the budget that is gone."""
 
 
 class TimesCases(Protocol):
@@ -44,7 +47,7 @@ def fitted(
     cases: Sequence[Case],
     shape: Shape,
     budget_s: float,
-    progress: Callable[[str, float], None] = lambda what, done: None,
+    progress: Progress = lambda what, done: None,
     on_any_rank: Callable[[bool], bool] = lambda found: found,
 ) -> Fitted:
     """Measures and fits; measures again, a few times, while the times are too noisy to use.
@@ -56,7 +59,7 @@ def fitted(
         cases: the same on every rank, in the same order.
         shape: of the run.
         budget_s: seconds of one measurement.
-        progress: is told what is done now and the share of the budget that is gone.
+        progress: see `Progress`.
         on_any_rank: whether something holds on any rank of the job, so that all do the same.
 
     Raises:
@@ -79,19 +82,14 @@ def measure(
     bench: TimesCases,
     cases: Sequence[Case],
     budget_s: float,
-    progress: Callable[[str, float], None] = lambda what, done: None,
+    progress: Progress = lambda what, done: None,
 ) -> tuple[list[Measured], tuple[Case, ...]]:
     """Times the cases; returns what was found, and the cases that the budget had no room for.
 
     The first pass warms up and counts for nothing; short cases come first in it, and once a quarter
     of the budget is gone those with more than a quarter of the tokens are left out. Later passes
     take the cases in another order each, so that a machine that slows down does so for all of them.
-
-    Args:
-        bench: times one case.
-        cases: the same on every rank, in the same order.
-        budget_s: seconds for all; three passes are made at least.
-        progress: is told what is done now and the share of the budget that is gone.
+    Three passes are made at least. The arguments are those of `fitted`.
     """
     start_s = bench.elapsed_s
     kept: list[Case] = []
@@ -119,11 +117,3 @@ def measure(
 
 def _tokens_of_rank(case: Case) -> float:
     return case.num_tokens / case.degree
-
-
-def lengths_of(measured: Sequence[Measured]) -> tuple[int, int]:
-    """The shortest and the longest sequence that was run whole on a rank."""
-    lengths = [
-        length for one in measured if one.case.kind == COMPUTE for length in one.case.lengths
-    ]
-    return min(lengths), max(lengths)

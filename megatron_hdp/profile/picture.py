@@ -43,11 +43,7 @@ def draw(profile: Profile, path: str | os.PathLike[str]) -> None:
 def _scatter(
     profile: Profile, kind: str, is_held_out: bool, colour: str, times: Any, left: Any
 ) -> None:
-    cases = [
-        one
-        for one in profile.measured
-        if one.case.kind == kind and one.case.is_held_out == is_held_out
-    ]
+    cases = profile.of(kind, is_held_out)
     if not cases:
         return
     measured = [one.median_s for one in cases]

@@ -10,9 +10,8 @@ import numpy as np
 import orjson
 
 from megatron_hdp.profile.cases import COMPUTE, RING
-from megatron_hdp.profile.fitting import Measured, coefficients_of, errors_of, wires_of
+from megatron_hdp.profile.fitting import Measured, coefficients_of, errors_of, nine_of_ten, wires_of
 from megatron_hdp.profile.job import Profile
-from megatron_hdp.profile.passes import lengths_of
 
 _KINDS = ((COMPUTE, "micro-batches of one rank"), (RING, "micro-batches of rings"))
 _COUNTED = (
@@ -51,26 +50,25 @@ def as_text(profile: Profile) -> str:
 
 def as_json(profile: Profile) -> bytes:
     """Everything that was found."""
-    cases = []
-    for one in profile.measured:
-        predicted_s = profile.fit.predicted_s(one.case)
-        cases.append(
-            asdict(one.case)
-            | {
-                "seconds": one.seconds,
-                "median_s": one.median_s,
-                "predicted_s": predicted_s,
-                "error": predicted_s / one.median_s - 1,
-            }
+    cases = [
+        asdict(one.case)
+        | {
+            "seconds": one.seconds,
+            "median_s": one.median_s,
+            "predicted_s": profile.fit.predicted_s(one.case),
+            "error": error,
+        }
+        for one, error in zip(
+            profile.measured, errors_of(profile.fit, profile.measured).tolist(), strict=True
         )
-    shortest, longest = lengths_of(profile.measured)
+    ]
     report = {
         "machine": profile.place,
         "load": _load(),
         "attention": profile.backend,
         "cost_model": asdict(profile.cost_model),
         "intervals": intervals_of(profile),
-        "lengths": [shortest, longest],
+        "lengths": lengths_of(profile.measured),
         "degrees": _degrees(profile),
         "median_error": {
             kind: {
@@ -88,13 +86,10 @@ def as_json(profile: Profile) -> bytes:
 def intervals_of(profile: Profile) -> dict[str, tuple[float, float]]:
     """In which nine of ten fits to resampled repetitions lie, by the names of the cost model."""
     samples = [coefficients_of(one) for one in profile.fit.resampled]
-    found = {}
-    for name in coefficients_of(profile.fit):
-        low, high = np.quantile(
-            [one.get(name, np.inf) for one in samples], (0.05, 0.95), method="nearest"
-        )
-        found[name] = (float(low), float(high))
-    return found
+    return {
+        name: nine_of_ten([one.get(name, np.inf) for one in samples])
+        for name in coefficients_of(profile.fit)
+    }
 
 
 def notes_of(profile: Profile) -> list[str]:
@@ -112,12 +107,15 @@ def notes_of(profile: Profile) -> list[str]:
     return notes
 
 
+def lengths_of(measured: Sequence[Measured]) -> tuple[int, int]:
+    """The shortest and the longest sequence that was run whole on a rank."""
+    whole = [one.case for one in measured if one.case.kind == COMPUTE]
+    lengths = [length for case in whole for length in case.lengths]
+    return min(lengths), max(lengths)
+
+
 def _median_error(profile: Profile, kind: str, is_held_out: bool) -> float | None:
-    cases: Sequence[Measured] = [
-        one
-        for one in profile.measured
-        if one.case.kind == kind and one.case.is_held_out == is_held_out
-    ]
+    cases = profile.of(kind, is_held_out)
     return float(np.median(abs(errors_of(profile.fit, cases)))) if cases else None
 
 
@@ -137,14 +135,12 @@ def _degrees(profile: Profile) -> list[int]:
 
 
 def _source(name: str, profile: Profile) -> str:
-    if name in _COUNTED:
+    if name in _COUNTED or (name == "ranks_per_node" and profile.room.ranks > 1):
         return "counted"
     if name == "host_bytes_per_s":
         return "measured"
     if name == "b_experts" and not profile.room.has_experts:
         return "the model has none"
-    if name == "ranks_per_node" and profile.room.ranks > 1:
-        return "counted"
     return "not measured, see the notes"
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,65 +20,39 @@ Moment: TypeAlias = Any
 """A point in time: a float, in seconds, or what its clock turns into one."""
 
 
-class Clock(Protocol):
-    """What a timeline takes its times from.
+class Clock:
+    """What a timeline takes its times from: here the CPU's, which has done its work on return.
 
     Attributes:
         is_late: True if a moment's time is known only after it has been.
     """
 
-    is_late: bool
+    is_late = False
 
     def now(self) -> Moment:
         """This moment; never waits for the device."""
-        ...
+        return time.perf_counter()
 
     def align(self) -> float:
         """Waits for the device, ties its times to the CPU's; returns the time now.
 
         Moments from before must have been turned into seconds.
         """
-        ...
+        return time.perf_counter()
 
     def seconds(self, moment: Moment) -> float:
         """When `moment` was, once the device is past it; to be asked once for each."""
-        ...
-
-    def forget(self, moment: Moment) -> None:
-        """Nobody wants to know when `moment` was, and the device is past it."""
-        ...
-
-    def has_passed(self, moment: Moment) -> bool:
-        """Whether the device is past it; any thread may ask. It may take as long as a launch."""
-        ...
-
-
-class CpuClock:
-    """The clock of a CPU, which has done its work when the call returns."""
-
-    is_late = False
-
-    def now(self) -> float:
-        """This moment."""
-        return time.perf_counter()
-
-    def align(self) -> float:
-        """This moment; there is nothing to tie together."""
-        return time.perf_counter()
-
-    def seconds(self, moment: Moment) -> float:
-        """`moment` itself."""
         return float(moment)
 
     def forget(self, moment: Moment) -> None:
-        """Nothing is kept of it."""
+        """Nobody wants to know when `moment` was, and the device is past it."""
 
     def has_passed(self, moment: Moment) -> bool:
-        """It was this moment when it was made."""
+        """Whether the device is past it; any thread may ask. It may take as long as a launch."""
         return True
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Events on the current stream; each is used again once its time is known.
 
     The time of an event counts from the one of the latest `align`, which is exact to what the CPU
@@ -161,7 +135,7 @@ class DriverQuery:
 def clock_of(device: torch.device) -> Clock:
     """The clock of what runs on `device`, of the current stream where that is a GPU."""
     if device.type == "cpu":
-        return CpuClock()
+        return Clock()
     torch.cuda.synchronize(device)  # so that this thread has a context
     query = DriverQuery(ctypes.CDLL("libcuda.so.1"))
     return DeviceClock(partial(torch.cuda.Event, enable_timing=True), query)

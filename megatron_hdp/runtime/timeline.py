@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from megatron_hdp.runtime.clocks import Clock, CpuClock, Moment
+from megatron_hdp.runtime.clocks import Clock, Moment
 from megatron_hdp.runtime.device_progress import DeviceProgress, Reached
 
 FORWARD = "forward"
@@ -78,7 +78,7 @@ class Timeline:
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or CpuClock()
+        self._clock = clock or Clock()
         self.started_s = time.perf_counter()
         self.spans: list[Span] | None = None
         self.changes = 0

@@ -13,8 +13,6 @@ import xxhash
 from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.mixture import Position, Step
 
-Array = AnyArray
-
 _KINDS = "biuf"  # numpy's letters of booleans, integers and floating-point numbers
 _MOST_BYTES = 8
 
@@ -47,12 +45,7 @@ class CheckedBatch:
     """
 
     def __init__(self, batch: TokenBatch, *, vocab_size: int, max_length: int) -> None:
-        """Convert and check.
-
-        Args:
-            batch: the caller's.
-            vocab_size: token ids must be below this.
-            max_length: tokens of the longest sequence.
+        """Converts and checks.
 
         Raises:
             ValueError: lengths that differ, tokens outside the vocabulary, NaN, nothing to run.
@@ -72,15 +65,17 @@ class CheckedBatch:
         self.loss_mask = everything if mask is None else mask.astype(np.bool_)
         self.weights = self._flat("weights", batch.weights)
         self.arrays = {name: self._flat_array(name, one) for name, one in batch.arrays.items()}
+        self._held = {} if self.weights is None else {"weights": self.weights}
+        self._held |= {f"arrays[{name!r}]": one for name, one in self.arrays.items()}
 
     def num_loss_tokens(self, shift: int) -> Int64Array:
-        """Return those of each sequence, ``[n]``, but the first `shift` tokens of it."""
+        """Those of each sequence, ``[n]``, but the first `shift` tokens of it."""
         counted = self.loss_mask.astype(np.int64)
         counted[self.offsets] *= shift == 0
         return np.add.reduceat(counted, self.offsets)
 
     def step(self) -> Step:
-        """Return the sequences as a step that was drawn."""
+        """The sequences as a step that was drawn."""
         num = len(self.lengths)
         return Step(
             sources=np.zeros(num, dtype=np.int64),
@@ -96,37 +91,34 @@ class CheckedBatch:
         )
 
     def tokens(self, source: int, row: int, start: int, count: int) -> Int64Array:
-        """Return tokens of a sequence."""
+        """Tokens of a sequence."""
         begin = int(self.offsets[row]) + start
         return self.token_ids[begin : begin + count]
 
     def is_trained(self, source: int, row: int, start: int, stop: int) -> BoolArray:
-        """Return whether the tokens behind ``[start, stop)`` of a sequence carry loss."""
+        """Whether the tokens behind ``[start, stop)`` of a sequence carry loss."""
         begin = int(self.offsets[row])
         return self.loss_mask[begin + start + 1 : begin + stop + 1]
 
     def names(self) -> tuple[str, ...]:
-        """Return what it holds beside tokens and mask, with types and shapes of a token's entry."""
-        given = {"weights": self.weights} if self.weights is not None else {}
-        held = {**given, **{f"arrays[{name!r}]": one for name, one in self.arrays.items()}}
-        return tuple(f"{name} {one.dtype} {one.shape[1:]}" for name, one in held.items())
+        """What it holds beside tokens and mask, with types and shapes of a token's entry."""
+        return tuple(f"{name} {one.dtype} {one.shape[1:]}" for name, one in self._held.items())
 
     def fingerprints(self) -> dict[str, int]:
-        """Return 64 bits of each part, for ranks to compare."""
+        """64 bits of each part, for ranks to compare."""
         parts = {
             "lengths of the sequences": self.lengths,
             "tokens": self.token_ids,
             "loss_mask": self.loss_mask,
-            **({"weights": self.weights} if self.weights is not None else {}),
-            **{f"arrays[{name!r}]": one for name, one in self.arrays.items()},
+            **self._held,
         }
         return {name: xxhash.xxh3_64(one.tobytes()).intdigest() for name, one in parts.items()}
 
     def per_sequence(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return values of all tokens, ``[tokens]``, sequence by sequence."""
+        """Values of all tokens, ``[tokens]``, sequence by sequence."""
         return list(values.split(self.lengths.tolist()))
 
-    def _flat(self, name: str, given: Sequence[Any] | None) -> Array | None:
+    def _flat(self, name: str, given: Sequence[Any] | None) -> AnyArray | None:
         """Arrays ``[length]`` of finite numbers, one behind another."""
         if given is None:
             return None
@@ -143,7 +135,7 @@ class CheckedBatch:
             )
         return flat
 
-    def _flat_array(self, name: str, given: Sequence[Any]) -> Array:
+    def _flat_array(self, name: str, given: Sequence[Any]) -> AnyArray:
         arrays = [_of_token(one, name, i) for i, one in enumerate(given)]
         if len(arrays) != len(self.lengths):
             raise ValueError(
@@ -165,7 +157,7 @@ class CheckedBatch:
         return np.concatenate(arrays)
 
 
-def _of_token(given: Any, name: str, i: int) -> Array:
+def _of_token(given: Any, name: str, i: int) -> AnyArray:
     """An array of numbers with an entry for each token."""
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu()
@@ -196,7 +188,7 @@ def _require_lengths(lengths: Int64Array, max_length: int) -> None:
         )
 
 
-def _require_tokens(tokens: Sequence[Array], vocab_size: int) -> None:
+def _require_tokens(tokens: Sequence[AnyArray], vocab_size: int) -> None:
     for i, one in enumerate(tokens):
         if one.dtype.kind not in "iu" or one.ndim > 1:
             raise ValueError(

@@ -54,8 +54,13 @@ def arguments_of_model(
     if values.get("window_size") is not None:
         values["window_size"] = ",".join(map(str, values["window_size"]))
     layout = values.get("pipeline_model_parallel_layout")
-    if layout is not None:
-        values["pipeline_model_parallel_layout"] = layout = _layout_as_text(layout)
+    if layout is not None:  # as the flag gives it: Megatron keeps what it was made from
+        layout = values["pipeline_model_parallel_layout"] = getattr(layout, "input_data", layout)
+        if not isinstance(layout, str):
+            raise OptionError(
+                f"found pipeline_model_parallel_layout {layout}, expected text as of Megatron's "
+                "flag, like 'Et|tt|tL'"
+            )
     if values.get("num_virtual_stages_per_pipeline_rank") == 1 or layout is not None:
         values["num_virtual_stages_per_pipeline_rank"] = None
     dtype = str(config.params_dtype)  # options are read without torch
@@ -81,14 +86,3 @@ def arguments_of_model(
     )
     check_layout(arguments)
     return arguments
-
-
-def _layout_as_text(layout: Any) -> str:
-    """As the flag gives it; Megatron keeps what it was made from."""
-    found = getattr(layout, "input_data", layout)
-    if not isinstance(found, str):
-        raise OptionError(
-            f"found pipeline_model_parallel_layout {found}, expected text as of Megatron's flag, "
-            "like 'Et|tt|tL'"
-        )
-    return found

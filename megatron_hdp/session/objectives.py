@@ -11,7 +11,7 @@ from megatron_hdp.arrays import AnyArray, Int64Array
 from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.model import LastStage
 from megatron_hdp.session.batch import CheckedBatch
-from megatron_hdp.session.losses import FromHidden, FromLogProbs, Losses, TokenFunction
+from megatron_hdp.session.losses import FromHidden, FromLogProbs, TokenFunction
 
 Arrays = dict[str, AnyArray]
 Tensors = Mapping[str, torch.Tensor]
@@ -37,8 +37,8 @@ def tokens_with_loss(
     return rows, places[rows]
 
 
-class WeightedNll:
-    """Sum of the tokens' negative log-probabilities, each times its weight."""
+class _OfTokens:
+    """An `OwnLoss` of the tokens of a batch that carry loss."""
 
     shift = 1
 
@@ -48,32 +48,33 @@ class WeightedNll:
     def arrays(self, micro_batch: RankMicroBatch) -> Arrays:
         """See `OwnLoss.arrays`."""
         rows, places = tokens_with_loss(self._batch, micro_batch, self.shift)
+        of_kind = self._of_places(places)
+        return {_ROWS: rows, _TARGETS: self._batch.token_ids[places], **of_kind}
+
+    def _of_places(self, places: Int64Array) -> Arrays:
+        """What else it is given of these tokens."""
+        return {}
+
+
+class WeightedNll(_OfTokens):
+    """Sum of the tokens' negative log-probabilities, each times its weight."""
+
+    def _of_places(self, places: Int64Array) -> Arrays:
         weights = self._batch.weights
-        return {
-            _ROWS: rows,
-            _TARGETS: self._batch.token_ids[places],
-            _WEIGHTS: np.ones(len(rows)) if weights is None else weights[places],
-        }
+        return {_WEIGHTS: np.ones(len(places)) if weights is None else weights[places]}
 
     def of(self, micro_batch: RankMicroBatch, tensors: Tensors, last: LastStage) -> torch.Tensor:
         """See `OwnLoss.of`."""
         return last.weighted_nll(tensors[_ROWS], tensors[_TARGETS], tensors[_WEIGHTS])
 
 
-class LogProbs:
+class LogProbs(_OfTokens):
     """Keeps the tokens' log-probabilities; nothing to learn from."""
 
-    shift = 1
-
     def __init__(self, batch: CheckedBatch, temperature: float) -> None:
-        self._batch = batch
+        super().__init__(batch)
         self._temperature = temperature
         self._found: list[tuple[Int64Array, torch.Tensor]] = []
-
-    def arrays(self, micro_batch: RankMicroBatch) -> Arrays:
-        """See `OwnLoss.arrays`."""
-        rows, places = tokens_with_loss(self._batch, micro_batch, self.shift)
-        return {_ROWS: rows, _TARGETS: self._batch.token_ids[places]}
 
     def of(self, micro_batch: RankMicroBatch, tensors: Tensors, last: LastStage) -> torch.Tensor:
         """See `OwnLoss.of`."""
@@ -90,24 +91,17 @@ class LogProbs:
         return found
 
 
-class OwnFunction:
-    """What a function of the caller's makes of the tokens with loss.
-
-    Attributes:
-        sums: figures that it returned, by name, summed over this rank's micro-batches.
-    """
+class OwnFunction(_OfTokens):
+    """What a function of the caller's makes of the tokens with loss."""
 
     def __init__(self, batch: CheckedBatch, loss: FromLogProbs | FromHidden) -> None:
-        self._batch = batch
+        super().__init__(batch)
         self._loss = loss
         self.shift = 1 if isinstance(loss, FromLogProbs) else 0
         self._sums: dict[str, torch.Tensor] = {}
 
-    def arrays(self, micro_batch: RankMicroBatch) -> Arrays:
-        """See `OwnLoss.arrays`."""
-        rows, places = tokens_with_loss(self._batch, micro_batch, self.shift)
-        found = {_ROWS: rows, _TARGETS: self._batch.token_ids[places]}
-        return found | {f"{_ARRAY}{name}": one[places] for name, one in self._batch.arrays.items()}
+    def _of_places(self, places: Int64Array) -> Arrays:
+        return {f"{_ARRAY}{name}": one[places] for name, one in self._batch.arrays.items()}
 
     def of(self, micro_batch: RankMicroBatch, tensors: Tensors, last: LastStage) -> torch.Tensor:
         """See `OwnLoss.of`."""
@@ -119,7 +113,8 @@ class OwnFunction:
         if not len(rows):  # a function's mean of nothing would be NaN
             return given.sum()
         arrays = {name: tensors[f"{_ARRAY}{name}"] for name in self._batch.arrays}
-        losses, figures = _parts(self._loss.function, self._loss.function(given, arrays))
+        found = self._loss.function(given, arrays)
+        losses, figures = found if isinstance(found, tuple) else (found, {})
         self._require(losses, len(rows))
         for name, one in figures.items():
             total = one.detach().sum().double()
@@ -130,31 +125,25 @@ class OwnFunction:
         """The figures that the function returned, summed over this rank's micro-batches."""
         return {name: float(one) for name, one in self._sums.items()}
 
-    def _require(self, losses: torch.Tensor, num: int) -> None:
+    def _require(self, losses: object, num: int) -> None:
         what = "log-probabilities" if self.shift else "hidden states"
+        if not isinstance(losses, torch.Tensor):
+            raise ValueError(
+                f"{name_of(self._loss.function)} returned {type(losses).__name__}, expected a "
+                "tensor of losses, or a pair of it and figures by name"
+            )
         if losses.shape not in ((num,), ()):
             raise ValueError(
-                f"{_name(self._loss.function)} returned losses of shape {tuple(losses.shape)}, "
+                f"{name_of(self._loss.function)} returned losses of shape {tuple(losses.shape)}, "
                 f"expected one for each of the {num} {what} that it was given, or their sum"
             )
         if torch.is_grad_enabled() and not losses.requires_grad:
             raise ValueError(
-                f"{_name(self._loss.function)} returned losses without a gradient, expected them "
+                f"{name_of(self._loss.function)} returned losses without a gradient, expected them "
                 f"to depend on the {what} that it was given: detach nothing of these"
             )
 
 
-def _parts(
-    function: TokenFunction, found: Losses
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    losses, figures = found if isinstance(found, tuple) else (found, {})
-    if not isinstance(losses, torch.Tensor):
-        raise ValueError(
-            f"{_name(function)} returned {type(losses).__name__}, expected a tensor of losses, or "
-            "a pair of it and figures by name"
-        )
-    return losses, figures
-
-
-def _name(function: TokenFunction) -> str:
+def name_of(function: TokenFunction) -> str:
+    """What messages call a function."""
     return getattr(function, "__qualname__", type(function).__name__)

@@ -68,11 +68,11 @@ def require_finite_loss(
     """Raises on every rank, naming sequences, if the loss of a micro-batch is NaN or infinite."""
     if math.isfinite(total):
         return
-    found = [
-        NonFinite(one.index, f"loss {loss}", f"sequences {_listed(one.sequence_ids)} of the batch")
-        for one, loss in zip(micro_batches, losses, strict=False)
-        if not math.isfinite(loss)
-    ]
+    found = []
+    for one, loss in zip(micro_batches, losses, strict=False):
+        if not math.isfinite(loss):
+            where = f"sequences {', '.join(map(str, one.sequence_ids))} of the batch"
+            found.append(NonFinite(one.index, f"loss {loss}", where))
     lines = "\n  ".join(gather_words(found))
     raise NonFiniteError(
         f"the loss is {total}, expected a finite number: leave the optimizer's step out, look at "
@@ -112,7 +112,3 @@ def summed(sums: Mapping[str, float], place: RankPlace) -> dict[str, float]:
     everyone = gathered(sums if place.tensor_rank == 0 else {})
     names = dict.fromkeys(name for one in everyone for name in one)
     return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
-
-
-def _listed(ids: Sequence[int]) -> str:
-    return ", ".join(map(str, ids))

@@ -33,7 +33,7 @@ from megatron_hdp.runtime.timeline import Timeline
 from megatron_hdp.session.batch import CheckedBatch, TokenBatch
 from megatron_hdp.session.losses import FromHidden, Loss
 from megatron_hdp.session.model_options import arguments_of_model
-from megatron_hdp.session.objectives import LogProbs, OwnFunction, WeightedNll
+from megatron_hdp.session.objectives import LogProbs, OwnFunction, WeightedNll, name_of
 from megatron_hdp.session.outcome import (
     SessionReport,
     finish_gradients,
@@ -283,7 +283,7 @@ class HdpSession:
             NonFiniteError: one of them is NaN or infinite.
         """
         checked, made = self._agreed(batch, plan, "log_probs", temperature, str(dtype), to)
-        objective = LogProbs(checked, _temperature(temperature))
+        objective = LogProbs(checked, _above_0("temperature", temperature))
         micro_batches, outcome = self._run(checked, made, 1.0, objective, True)
         job = totals_of(outcome, self.place, False)
         require_finite_loss(job["loss"], micro_batches, outcome.losses)
@@ -307,15 +307,11 @@ class HdpSession:
 
     def _checked(self, batch: TokenBatch | Sequence[Any]) -> CheckedBatch:
         given = batch if isinstance(batch, TokenBatch) else TokenBatch(batch)
-        return CheckedBatch(
-            given, vocab_size=self._vocab_size, max_length=self.arguments.seq_length
-        )
+        longest = self.arguments.seq_length
+        return CheckedBatch(given, vocab_size=self._vocab_size, max_length=longest)
 
     def _agreed(
-        self,
-        batch: TokenBatch | Sequence[Any],
-        plan: Plan | None,
-        *call: object,
+        self, batch: TokenBatch | Sequence[Any], plan: Plan | None, *call: object
     ) -> tuple[CheckedBatch, Plan]:
         """The batch and its plan, once all ranks hold the same and are about to do the same."""
 
@@ -323,8 +319,8 @@ class HdpSession:
             checked = self._checked(batch)
             return checked, self._usable(plan, checked)
 
-        checked, made = on_every_rank(prepared, parallel.compute_device())
         device = parallel.compute_device()
+        checked, made = on_every_rank(prepared, device)
         facts = {
             "what is called": fingerprint(call),
             "number of sequences": len(checked.lengths),
@@ -358,14 +354,13 @@ class HdpSession:
     ) -> tuple[tuple[RankMicroBatch, ...], RankOutcome]:
         """This rank's micro-batches, once they have run."""
         settings = self._settings
-        shares = StepShares(
+        (share,) = StepShares(
             checked.step(),
             plan,
             is_aligned=settings.is_aligned,
             lockstep_ranks=settings.lockstep_ranks,
             group_size=settings.pipeline.group_size,
-        )
-        (share,) = shares.of([self.place.hdp_rank])
+        ).of([self.place.hdp_rank])
         micro_batches = tuple(
             read_micro_batch(share, slot, self._reader, checked) for slot in range(share.num_slots)
         )
@@ -424,8 +419,7 @@ def _kind(loss: Loss | None) -> tuple[object, ...]:
     """What ranks compare of a loss of the caller's own."""
     if loss is None:
         return ()
-    name = getattr(loss.function, "__qualname__", type(loss.function).__name__)
-    return type(loss).__name__, name, getattr(loss, "temperature", None)
+    return type(loss).__name__, name_of(loss.function), getattr(loss, "temperature", None)
 
 
 def _divisor(given: float | None, loss_tokens: int) -> float:
@@ -434,13 +428,10 @@ def _divisor(given: float | None, loss_tokens: int) -> float:
             "found no token with loss in the batch, expected at least one: a sequence's first "
             "token is predicted by nothing, and loss_mask may take out the others"
         )
-    divisor = float(loss_tokens if given is None else given)
-    if not (math.isfinite(divisor) and divisor > 0):
-        raise ValueError(f"found divisor {given}, expected a finite number above 0")
-    return divisor
+    return _above_0("divisor", float(loss_tokens) if given is None else given)
 
 
-def _temperature(given: float) -> float:
+def _above_0(name: str, given: float) -> float:
     if not (math.isfinite(given) and given > 0):
-        raise ValueError(f"found temperature {given}, expected a finite number above 0")
-    return given
+        raise ValueError(f"found {name} {given}, expected a finite number above 0")
+    return float(given)

@@ -9,7 +9,6 @@ against a communicator of its own, on two ranks that share the machine's GPU.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -17,52 +16,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Budget, machine, parse
+from common import Budget, machine, parse, row, seconds_of, table
 from several_ranks import new_group_of_all, run
 
-from megatron_hdp.runtime.attention import AttentionBackend, select_attention
+from megatron_hdp.runtime.attention import AttentionBackend, RunShapes, select_attention
 from megatron_hdp.runtime.kernels import TorchFlashKernel
 from megatron_hdp.runtime.ring import RingAttention, RingComm, RingGroup, TokenLayout
 
 Plain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One layer's attention."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    mixes: dict[str, tuple[int, ...]]
-    """Name -> lengths of the packed sequences."""
-
-
-FULL = Shape(
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    dtype=torch.bfloat16,
-    mixes={
-        "1 x 64K": (65536,),
-        "16 x 4K": (4096,) * 16,
-        "512 x 128": (128,) * 512,
-        "64K, mixed": (32768, 12288) + (2048,) * 4 + (1024,) * 8 + (256,) * 16,
-    },
-)
-SMALL = Shape(
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    dtype=torch.float32,
-    mixes={
-        "1 x 256": (256,),
-        "4 x 64": (64,) * 4,
-        "64 x 4": (4,) * 64,
-        "256, mixed": (128, 64) + (8,) * 8,
-    },
-)
+MIXES = {
+    "1 x 64K": (65536,),
+    "16 x 4K": (4096,) * 16,
+    "512 x 128": (128,) * 512,
+    "64K, mixed": (32768, 12288) + (2048,) * 4 + (1024,) * 8 + (256,) * 16,
+}
+"""Name -> lengths of the packed sequences."""
+SMALL_MIXES = {
+    "1 x 256": (256,),
+    "4 x 64": (64,) * 4,
+    "64 x 4": (4,) * 64,
+    "256, mixed": (128, 64) + (8,) * 8,
+}
 MAX_PAIRS = 50
 NUM_GROUPS = 4  # rings of each kind in the second table
 
@@ -70,86 +46,73 @@ NUM_GROUPS = 4  # rings of each kind in the second table
 def main() -> None:
     """Measures and prints."""
     options, budget = parse(__doc__.splitlines()[0])
-    device, shape = torch.device(options.device), SMALL if options.small else FULL
+    device = torch.device(options.device)
+    shape = RunShapes(device, torch.bfloat16, 128, heads=32, kv_heads=8)
+    if options.small:
+        shape = RunShapes(device, torch.float32, 16, heads=4, kv_heads=2)
+    mixes = SMALL_MIXES if options.small else MIXES
     print(f"{machine(options.device)}\n")
     print(
         f"{shape.heads} heads, {shape.kv_heads} of keys and values, of {shape.head_dim}, "
         f"{str(shape.dtype).removeprefix('torch.')}; forward and backward\n"
     )
-    figures = _print_overheads(device, shape, budget, 0.3 * options.seconds)
+    figures = _print_overheads(shape, mixes, budget, 0.3 * options.seconds)
     figures += _print_groups(options.device, max(20.0, budget.left_s))
     print(f"\nfigures: {'; '.join(figures)}")
 
 
 def _print_overheads(
-    device: torch.device, shape: Shape, budget: Budget, reserve_s: float
+    shape: RunShapes, mixes: dict[str, tuple[int, ...]], budget: Budget, reserve_s: float
 ) -> list[str]:
-    print("| attention | sequences | ours ms | plain ms | overhead | plain TFLOP/s | pairs |")
-    print("|---|---|---|---|---|---|---|")
-    contenders, refused = _contenders(device, shape)
-    rows = [(backend, mix) for backend in contenders for mix in shape.mixes]
+    header = "attention|sequences|ours ms|plain ms|overhead|plain TFLOP/s|pairs"
+    print(table(header.split("|")))
+    contenders, refused = _contenders(shape)
+    rows = [(backend, mix) for backend in contenders for mix in mixes]
     figures = []
     for number, (backend, mix) in enumerate(rows):
         seconds = (budget.left_s - reserve_s) / (len(rows) - number)
-        cells = _row(backend, shape, mix, device, seconds)
-        print(f"| {backend.name} | {mix} | {' | '.join(cells)} |", flush=True)
+        cells = _cells(backend, shape, mixes[mix], seconds)
+        print(row([backend.name, mix, *cells]), flush=True)
         figures.append(f"{backend.name}, {mix}: {cells[2] or cells[0]}")
     for name, why in refused.items():
         print(f"\n{name} is not to be had here: {why}")
     return figures
 
 
-def _contenders(
-    device: torch.device, shape: Shape
-) -> tuple[list[AttentionBackend], dict[str, str]]:
+def _contenders(shape: RunShapes) -> tuple[list[AttentionBackend], dict[str, str]]:
     found, refused = [], {}
     for name in ("transformer-engine", "flash-attn", "torch"):
         try:
-            found.append(select_attention(device, shape.dtype, shape.head_dim, name).backend)
+            found.append(select_attention(shape, name).backend)
         except ValueError as error:
             refused[name] = str(error).splitlines()[1].strip()
     return found, refused
 
 
-def _row(
-    backend: AttentionBackend, shape: Shape, mix: str, device: torch.device, seconds: float
+def _cells(
+    backend: AttentionBackend, shape: RunShapes, lengths: tuple[int, ...], seconds: float
 ) -> list[str]:
     try:
-        ours, plain = _pairs(backend, shape, shape.mixes[mix], device, time.monotonic() + seconds)
+        ours, plain = _pairs(backend, shape, lengths, time.monotonic() + seconds)
     except torch.OutOfMemoryError:
         return ["out of memory", "", "", "", ""]
     overhead = median(a / b for a, b in zip(ours, plain, strict=True)) - 1
     # causal: half of the scores; backward has five products to forward's two
-    flops = sum(3.5 * 4 * (n * n / 2) * shape.heads * shape.head_dim for n in shape.mixes[mix])
+    flops = sum(3.5 * 4 * (n * n / 2) * shape.heads * shape.head_dim for n in lengths)
     rate = flops / (median(plain) * 1e-3) / 1e12
-    return [
-        f"{median(ours):.3f}",
-        f"{median(plain):.3f}",
-        f"{overhead:+.1%}",
-        f"{rate:.3g}",
-        str(len(ours)),
-    ]
+    times = f"{median(ours):.3f}", f"{median(plain):.3f}"
+    return [*times, f"{overhead:+.1%}", f"{rate:.3g}", str(len(ours))]
 
 
 def _pairs(
-    backend: AttentionBackend,
-    shape: Shape,
-    lengths: tuple[int, ...],
-    device: torch.device,
-    deadline: float,
+    backend: AttentionBackend, shape: RunShapes, lengths: tuple[int, ...], deadline: float
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of ours and of plain, in turn; which goes first alternates."""
-    tokens = sum(lengths)
-    random = torch.Generator(device).manual_seed(0)
-    sizes = [(tokens, h, shape.head_dim) for h in (shape.heads, *[shape.kv_heads] * 2, shape.heads)]
-    q, k, v, dout = (
-        torch.randn(size, generator=random, dtype=shape.dtype, device=device) for size in sizes
-    )
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    layout = TokenLayout((0,), 0, (), lengths, device)
+    *inputs, dout = shape.inputs(sum(lengths))
+    layout = TokenLayout((0,), 0, (), lengths, shape.device)
     no_ring: Any = None
     scale = shape.head_dim**-0.5
-    plain = _plain(backend, layout, scale)
+    plain = _plain(backend, inputs, layout, scale)
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return backend(q, k, v, layout, no_ring, scale)
@@ -175,16 +138,21 @@ def _milliseconds(attend: Plain, inputs: list[torch.Tensor], dout: torch.Tensor)
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end))
-    started = time.perf_counter()
-    torch.autograd.grad(attend(*inputs).view_as(dout), inputs, dout)
-    return 1e3 * (time.perf_counter() - started)
+    return 1e3 * seconds_of(
+        lambda: torch.autograd.grad(attend(*inputs).view_as(dout), inputs, dout), "cpu"
+    )
 
 
-def _plain(backend: AttentionBackend, layout: TokenLayout, scale: float) -> Plain:
+def _plain(
+    backend: AttentionBackend, inputs: list[torch.Tensor], layout: TokenLayout, scale: float
+) -> Plain:
     """The same tokens by the library's own call, with everything made beforehand."""
     offsets, longest = layout.local_segments.offsets, layout.local_segments.longest
-    if not isinstance(backend, RingAttention):
-        return _plain_transformer_engine(offsets, longest, scale)
+    if not isinstance(backend, RingAttention):  # TransformerEngine's, with one more module of its
+        where: dict[str, Any] = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+        where |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+        module = backend._module("plain", inputs, scale)
+        return lambda q, k, v: module(q, k, v, **where)
     if isinstance(backend.kernel, TorchFlashKernel):
         return lambda q, k, v: _PlainTorchFlash.apply(q, k, v, offsets, longest, scale)
     if backend.name.startswith("flash-attn"):
@@ -194,36 +162,6 @@ def _plain(backend: AttentionBackend, layout: TokenLayout, scale: float) -> Plai
             q, k, v, offsets, offsets, longest, longest, softmax_scale=scale, causal=True
         )
     return lambda q, k, v: _plain_sdpa(q, k, v, layout.segments, scale)
-
-
-def _plain_transformer_engine(offsets: torch.Tensor, longest: int, scale: float) -> Plain:
-    from transformer_engine.pytorch import DotProductAttention
-
-    module: Any = None
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        nonlocal module
-        if module is None:
-            module = DotProductAttention(
-                q.shape[1],
-                q.shape[2],
-                num_gqa_groups=k.shape[1],
-                attention_dropout=0.0,
-                qkv_format="thd",
-                attn_mask_type="padding_causal",
-                softmax_scale=scale,
-            )
-        return module(
-            q,
-            k,
-            v,
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-
-    return attend
 
 
 class _PlainTorchFlash(torch.autograd.Function):
@@ -241,22 +179,9 @@ class _PlainTorchFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
         q, k, v, out, lse, offsets, state, unused = ctx.saved_tensors
+        where = offsets, offsets, ctx.longest, ctx.longest
         grads = torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            offsets,
-            offsets,
-            ctx.longest,
-            ctx.longest,
-            0.0,
-            True,
-            state,
-            unused,
-            scale=ctx.scale,
+            *(dout, q, k, v, out, lse, *where, 0.0, True, state, unused), scale=ctx.scale
         )
         return *grads, None, None, None
 
@@ -276,19 +201,18 @@ def _plain_sdpa(
 
 def _print_groups(device_type: str, seconds: float) -> list[str]:
     print(f"\nGroup of a ring of 2, mean of {NUM_GROUPS}:\n")
-    print("| group | us to make | us of its first hop | MB on each rank |")
-    print("|---|---|---|---|")
+    print(table(("group", "us to make", "us of its first hop", "MB on each rank")))
     kinds = ("light", "real")
     try:
         by_rank = run(2, group_costs, kinds, device_type, timeout_s=seconds)
     except RuntimeError as error:
         why = str(error).strip().splitlines()[-1]
-        print(f"| {' and '.join(kinds)} | {why} | | |")
+        print(row([" and ".join(kinds), why, "", ""]))
         return [f"ring groups: {why}"]
     figures = []
     for kind, costs in zip(kinds, zip(*by_rank, strict=True), strict=True):
         make_us, hop_us, megabytes = (median(values) for values in zip(*costs, strict=True))
-        print(f"| {kind} | {make_us:,.0f} | {hop_us:,.0f} | {megabytes:.3f} |")
+        print(row([kind, f"{make_us:,.0f}", f"{hop_us:,.0f}", f"{megabytes:.3f}"]))
         figures.append(f"{kind} group {make_us + hop_us:,.0f} us, {megabytes:.1f} MB")
     return figures
 

@@ -36,6 +36,10 @@ FUSED = "fused (ours)"
 MEGATRON = "Megatron, vocab_parallel_cross_entropy"
 FUSION = "Megatron, --cross-entropy-loss-fusion"
 ROUNDS, SMALL_ROUNDS = 15, 5
+HEADER = (
+    *("loss", "ms", "/ bound", "/ Megatron's"),
+    *("peak GiB", "/ Megatron's", "nats a token", "norm dW"),
+)
 COMPILING_S = 45.0  # left for it, or it is not begun: the fusion is compiled when it first runs
 
 
@@ -80,9 +84,8 @@ def products_alone(case: Case) -> torch.Tensor:
     """Logits, and from them as they are both gradients; the sum of nothing."""
     with torch.no_grad():
         size = len(case.weight) * case.weight.itemsize
-        chunk = fused.chunk_tokens(
-            len(case.hidden), size, fused.LOGITS_BYTES[case.weight.device.type]
-        )
+        most = fused.LOGITS_BYTES[case.weight.device.type]
+        chunk = fused.chunk_tokens(len(case.hidden), size, most)
         dtype = torch.promote_types(case.weight.dtype, torch.float32)
         dweight = torch.zeros_like(case.weight, dtype=dtype)
         dhidden = torch.empty_like(case.hidden)
@@ -207,8 +210,8 @@ def run_once(row: Row, case: Case) -> float:
         seconds = clock() - start
         if row.loss_sum is None and loss.requires_grad:
             row.loss_sum = loss.item()
-            row.gradient_norm = torch.linalg.vector_norm(case.weight.grad, dtype=torch.float64)
-            row.gradient_norm = float(row.gradient_norm)
+            norm = torch.linalg.vector_norm(case.weight.grad, dtype=torch.float64)
+            row.gradient_norm = norm.item()
     except torch.OutOfMemoryError:
         row.problem = "out of memory"
     except Exception as error:  # another implementation's trouble must not end the benchmark
@@ -297,18 +300,6 @@ def cells(rows: Sequence[Row], loss_tokens: int) -> list[list[str]]:
             ]
         )
     return lines
-
-
-HEADER = (
-    "loss",
-    "ms",
-    "/ bound",
-    "/ Megatron's",
-    "peak GiB",
-    "/ Megatron's",
-    "nats a token",
-    "norm dW",
-)
 
 
 def _ratio(value: float | None, other: float | None) -> str:

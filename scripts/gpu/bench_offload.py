@@ -7,37 +7,34 @@ micro-batches without offload; it decides how many layers fit and predicts every
 
 import gc
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from common import Budget, machine, parse, peak_bytes, seconds_of, table
+from common import Budget, machine, parse, peak_bytes, row, seconds_of, table
 
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import build_chunks
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
 from megatron_hdp.megatron.step import build_executor
 from megatron_hdp.runtime.timeline import Timeline
 
 VOCABULARY = 32_000
-LLAMA_7B = {
-    "hidden_size": 4096,
-    "ffn_hidden_size": 11_008,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "bf16": True,
-}
-TINY = {
-    "hidden_size": 64,
-    "ffn_hidden_size": 160,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-}
+FLAGS = """
+    --group-query-attention --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --train-iters 1
+    --lr 1e-4 --global-batch-size 1 --hybrid-data-parallel --stall-timeout-seconds 600
+"""
+LLAMA_7B = """
+    --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --num-query-groups 8
+    --kv-channels 128 --bf16
+"""
+TINY = """
+    --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2
+    --kv-channels 16
+"""
 RATIOS = (0.0, 1.0, 0.5, 0.25, 0.75)  # the most telling ones first, should time run out
 HEADER = ("tokens", "layers", "ratio", "seconds", "of r = 0", "peak GB", "of r = 0", "predicted GB")
 
@@ -49,7 +46,8 @@ class Sizes:
     tokens: tuple[int, ...]
     small_tokens: tuple[int, int]
     """Micro-batches that the memory model is fitted to."""
-    shape: dict[str, int]
+    shape: str
+    """Flags of the training command."""
     host_bytes: float
     """How much may wait in host memory."""
     most_layers: int
@@ -66,26 +64,9 @@ def sizes_of(small: bool) -> Sizes:
 def arguments_of(sizes: Sizes, num_layers: int) -> TrainingArguments:
     """Return a run of so many layers on this one rank."""
     longest = max(sizes.tokens)
-    return TrainingArguments(
-        num_layers=num_layers,
-        seq_length=longest,
-        max_position_embeddings=longest,
-        group_query_attention=True,
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        train_iters=1,
-        lr=1e-4,
-        data_path=("unused",),
-        hybrid_data_parallel=True,
-        hdp_tokens_per_rank=longest,
-        stall_timeout_seconds=600.0,
-        expert_tensor_parallel_size=1,
-        **sizes.shape,
-    )
+    flags = f"{FLAGS} {sizes.shape} --num-layers {num_layers} --seq-length {longest}"
+    flags += f" --max-position-embeddings {longest} --hdp-tokens-per-rank {longest}"
+    return parse_arguments(flags.split(), needs_data=False)
 
 
 def executor_of(sizes: Sizes, num_layers: int) -> HdpExecutor:
@@ -171,11 +152,11 @@ def measure(
     def timed() -> None:
         times.append(seconds_of(lambda: run(executor, tokens, ratio), device))
 
-    if device == "cpu":
-        timed()
-        return times[0], None
-    peak = peak_bytes(timed)
-    return times[0], peak
+    if device == "cuda":
+        peak = peak_bytes(timed)
+        return times[0], peak
+    timed()
+    return times[0], None
 
 
 def print_rows(
@@ -185,31 +166,27 @@ def print_rows(
     base: tuple[float, int | None] | None = None
     figures = []
     for ratio in RATIOS:
-        row = [f"{tokens:,}", str(len(executor.layers)), f"{ratio:.2f}"]
+        first = [f"{tokens:,}", str(len(executor.layers)), f"{ratio:.2f}"]
         predicted = f"{model.peak_bytes(tokens, ratio) / 1e9:.1f}" if model else "-"
         if base is not None and budget.left_s < 3 * base[0]:
-            print_row([*row, "no time left", "", "", "", predicted])
+            print(row([*first, "no time left", "", "", "", predicted]), flush=True)
             continue
         try:
             seconds, peak = measure(executor, tokens, ratio, device)
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()
-            print_row([*row, "out of memory", "", "", "", predicted])
+            print(row([*first, "out of memory", "", "", "", predicted]), flush=True)
             continue
         if ratio == 0.0:
             base = (seconds, peak)
         slower = f"{seconds / base[0] - 1:+.0%}" if base else "-"
         measured = f"{peak / 1e9:.1f}" if peak else "-"
         saved = f"{peak / base[1] - 1:+.0%}" if peak and base and base[1] else "-"
-        print_row([*row, f"{seconds:.3f}", slower, measured, saved, predicted])
+        cells = [*first, f"{seconds:.3f}", slower, measured, saved, predicted]
+        print(row(cells), flush=True)
         if ratio > 0:
             figures.append(f"{tokens:,} r = {ratio}: time {slower}, memory {saved}")
     return figures
-
-
-def print_row(row: Sequence[str]) -> None:
-    """Prints a line of the table."""
-    print("| " + " | ".join(row) + " |", flush=True)
 
 
 def on_gpu(sizes: Sizes, budget: Budget) -> list[str]:
@@ -218,30 +195,19 @@ def on_gpu(sizes: Sizes, budget: Budget) -> list[str]:
     memory_bytes = torch.cuda.mem_get_info()[1]
     probed = memory_model(executor_of(sizes, 3), sizes)
     for tokens in sizes.tokens:
-        release()
+        gc.collect()  # models that are gone give their memory back
+        torch.cuda.empty_cache()
         executor = executor_of(sizes, layers_that_fit(probed, tokens, memory_bytes, sizes))
         model = memory_model(executor, sizes)
         figures += print_rows(tokens, executor, model, "cuda", budget)
         del executor
-    most = [
-        (ratio, with_layers(probed, 8).most_tokens(0.95 * memory_bytes, ratio))
-        for ratio in (0.0, 0.5, 1.0)
-    ]
+    # embeddings count as layers: rather too much
+    fixed_bytes = 8 * probed.fixed_bytes / probed.num_layers
+    larger = replace(probed, num_layers=8, fixed_bytes=fixed_bytes)
+    most = [(ratio, larger.most_tokens(0.95 * memory_bytes, ratio)) for ratio in (0.0, 0.5, 1.0)]
     told = ", ".join(f"{tokens:,} at r = {ratio}" for ratio, tokens in most)
     print(f"\nLongest micro-batch of 8 such layers here, by the memory model: {told}", flush=True)
     return figures
-
-
-def with_layers(model: MemoryModel, num_layers: int) -> MemoryModel:
-    """The same layers, more of them; embeddings count as layers: rather too much."""
-    fixed_bytes = model.fixed_bytes / model.num_layers * num_layers
-    return replace(model, num_layers=num_layers, fixed_bytes=fixed_bytes)
-
-
-def release() -> None:
-    """Gives the memory of models that are gone back to the GPU."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -255,14 +221,11 @@ def main() -> None:
     parallel.join_job(arguments)
     parallel.initialise(arguments)
     print(f"Offload: {machine(options.device)}\n")
-    print(table(HEADER, []), flush=True)
-    if options.device == "cuda":
-        figures = on_gpu(sizes, budget)
-    else:
-        figures = []
-        for tokens in sizes.tokens:
-            executor = executor_of(sizes, sizes.most_layers)
-            figures += print_rows(tokens, executor, None, "cpu", budget)
+    print(table(HEADER), flush=True)
+    figures = on_gpu(sizes, budget) if options.device == "cuda" else []
+    for tokens in sizes.tokens if options.device == "cpu" else ():
+        executor = executor_of(sizes, sizes.most_layers)
+        figures += print_rows(tokens, executor, None, "cpu", budget)
     print(f"\nfigures: {'; '.join(figures)}", flush=True)
     parallel.finish()
     parallel.leave_job()

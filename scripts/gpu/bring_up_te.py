@@ -28,9 +28,7 @@ from pathlib import Path
 
 _EXTENSION = f"transformer_engine_torch{sysconfig.get_config_var('EXT_SUFFIX')}"
 _SYMBOL = "cublasLtGroupedMatrixLayoutInit_internal"  # bound at load time; CUDA 13.0 lacks it
-_IMPORT = (
-    "import torch, transformer_engine as te, transformer_engine.pytorch; print(te.__version__)"
-)
+_IMPORT = "import torch, transformer_engine as t, transformer_engine.pytorch; print(t.__version__)"
 
 
 def unpack(bundle: Path, site: Path) -> None:

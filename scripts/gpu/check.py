@@ -51,20 +51,12 @@ class Row:
 
 @dataclass
 class Check:
-    """One run of all parts.
+    """One run of all parts, or of some of `PARTS`."""
 
-    Attributes:
-        out: folder of the log and the tables.
-        work: folder of what was built or installed for this interpreter.
-        limit_s: seconds that everything may take.
-        device: "cuda" or "cpu".
-        parts: of `PARTS`, those that run.
-    """
-
-    out: Path
-    work: Path
-    limit_s: float
-    device: str
+    out: Path  # folder of the log and the tables
+    work: Path  # folder of what was built or installed for this interpreter
+    limit_s: float  # that everything may take
+    device: str  # "cuda" or "cpu"
     wheels: Path | None = None
     te_bundle: Path | None = None
     parts: Sequence[str] = PARTS
@@ -105,15 +97,10 @@ class Check:
         """Run a command in the tree, no longer than there is time."""
         say = say or self.say
         deadline_s = max(1.0, min(deadline_s, self.left_s()))
-        words = " ".join(str(part) for part in command)
+        words = " ".join(map(str, command))
         say(f"$ {words if len(words) < 300 else words[:300] + ' ...'}")
-        return run(
-            command,
-            deadline_s=deadline_s,
-            say=say,
-            environment=self.environment,
-            folder=ROOT,
-        )
+        how = {"environment": self.environment, "folder": ROOT}
+        return run(command, deadline_s=deadline_s, say=say, **how)
 
     def part(self, name: str, run_part: Callable[[], Row]) -> bool:
         """Run a part and note its row; returns whether it did not fail."""
@@ -190,9 +177,8 @@ class Check:
             max(60.0, deadline_s),
         )
         results = dict(match.groups() for line in done.lines if (match := _RESULT.match(line)))
-        self.failed_tests = [
-            test for test, result in results.items() if result in ("FAILED", "ERROR")
-        ]
+        failed = ("FAILED", "ERROR")
+        self.failed_tests = [test for test, result in results.items() if result in failed]
         counts = [list(results.values()).count(word) for word in ("PASSED", "FAILED", "SKIPPED")]
         figures = "{} passed, {} failed, {} skipped".format(*counts)
         return _row("tests", done, figures, always=True)
@@ -201,16 +187,12 @@ class Check:
         """What was decided by reading and only a GPU can settle, a topic in a process."""
         script = ROOT / "scripts/gpu/ask.py"
         done = self.command([sys.executable, script, topic, "--device", self.device], 60)
-        self.tables += [f"## questions of {topic}", "", *done.lines, ""]
-        figures = [line.removeprefix("figures:") for line in done.lines if line[:8] == "figures:"]
-        told = " ".join(figures).strip()
+        told = self._figures(f"questions of {topic}", done)
         return _row(f"questions: {topic}", done, told, always=bool(told))
 
     def benchmark(self, name: str, parts_left: int) -> Row:
         """One benchmark script, which keeps to its time."""
         script = ROOT / f"scripts/gpu/{name}.py"
-        if not script.exists():
-            return Row(name, "skipped", figures="not in this tree")
         share = min(120.0, self.left_s() / parts_left)
         seconds = share - 20.0  # what starting and a last slow row may take
         if seconds < 15:
@@ -219,10 +201,14 @@ class Check:
         small = ["--small"] if self.device == "cpu" else []
         done = self.command([sys.executable, script, *options, *small], share)
         table = [line for line in done.lines if line.startswith("|")]
-        self.tables += [f"## {name}", "", *done.lines, ""]
-        figures = [line.removeprefix("figures:") for line in done.lines if line[:8] == "figures:"]
         rows = sum(not set(line) <= set("|-: ") for line in table) - 1
-        return _row(name, done, " ".join(figures).strip() or f"{max(0, rows)} rows")
+        return _row(name, done, self._figures(name, done) or f"{max(0, rows)} rows")
+
+    def _figures(self, heading: str, done: Finished) -> str:
+        """Keeps what a script printed, and gives what it said in short."""
+        self.tables += [f"## {heading}", "", *done.lines, ""]
+        found = [line.removeprefix("figures:") for line in done.lines if line[:8] == "figures:"]
+        return " ".join(found).strip()
 
     def picture(self) -> Row:
         """A trace of one step on four lanes."""
@@ -270,10 +256,9 @@ def files_with_gpu_tests(tests: Path) -> list[str]:
     So the others, which may import what a GPU machine lacks, are not even looked at.
     """
     texts = {path: path.read_text() for path in tests.rglob("*.py")}
-    helpers = [
-        path.stem for path, text in texts.items() if "mark.gpu" in text and path.stem[:5] != "test_"
-    ]
-    words = ["mark.gpu", *(f"tests.{helper} import" for helper in helpers)]
+    marking = [path.stem for path, text in texts.items() if "mark.gpu" in text]
+    helpers = [f".{name} import" for name in marking if not name.startswith("test_")]
+    words = ["mark.gpu", *helpers]
     return sorted(
         str(path.relative_to(ROOT))
         for path, text in texts.items()
@@ -284,11 +269,7 @@ def files_with_gpu_tests(tests: Path) -> list[str]:
 def _row(part: str, done: Finished, figures: str, *, always: bool = False) -> Row:
     """A part's row from the command that it ran.
 
-    Args:
-        part: its name.
-        done: the command.
-        figures: what it found.
-        always: they count even if it failed; else the last line of output tells more.
+    If it failed, the last line of output tells more than its figures, unless they always count.
     """
     if done.timed_out:
         return Row(part, "failed: no time left", figures=figures)
@@ -309,20 +290,15 @@ def _folder(text: str) -> Path:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
     own = os.environ.get
-    parser.add_argument(
-        "--wheels",
-        type=_folder,
-        default=own("GPU_CHECK_WHEELS"),
-        help="what scripts/gpu_wheels.sh collected; without it pip asks its index "
-        "(or GPU_CHECK_WHEELS)",
-    )
-    parser.add_argument(
-        "--te-bundle",
-        type=_folder,
-        default=own("GPU_CHECK_TE_BUNDLE"),
-        help="a bundle of TransformerEngine, see scripts/gpu/bring_up_te.py "
-        "(or GPU_CHECK_TE_BUNDLE)",
-    )
+    for flag, variable, text in (
+        ("--wheels", "GPU_CHECK_WHEELS", "what scripts/gpu_wheels.sh collected; else pip's index"),
+        (
+            *("--te-bundle", "GPU_CHECK_TE_BUNDLE"),
+            "a bundle of TransformerEngine, see scripts/gpu/bring_up_te.py",
+        ),
+    ):
+        text = f"{text} (or {variable})"
+        parser.add_argument(flag, type=_folder, default=own(variable), help=text)
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=PARTS, help="parts that run; without it all do"
     )

@@ -3,8 +3,7 @@
 import argparse
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -44,10 +43,14 @@ def machine(device: str) -> str:
     return ", ".join(parts)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> str:
     """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(map(row, [header, ["---"] * len(header), *rows]))
+
+
+def row(cells: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def seconds_of(run: Callable[[], object], device: str) -> float:
@@ -59,14 +62,6 @@ def seconds_of(run: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-def side_by_side(
-    runs: Sequence[Callable[[], object]], device: str, repeats: int
-) -> Iterator[float]:
-    """Yield the median seconds of each run; they take turns, after a turn that does not count."""
-    times = [[seconds_of(run, device) for run in runs] for _ in range(repeats + 1)]
-    yield from (median(column) for column in zip(*times[1:], strict=True))
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

@@ -5,7 +5,6 @@ are told apart by category and name; where there is none, operators of the CPU s
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,8 @@ from megatron_hdp.simulator.palette import IDLE
 
 COMPUTE, RING, D2H, H2D = LANES = ("compute", "ring", "to the host", "from the host")
 SYNC = "gradient sync"
-COLOURS = {
-    COMPUTE: "#1d91c0",
-    RING: "#f28e2b",
-    D2H: "#253494",
-    H2D: "#7fcdbb",
-    SYNC: "#7f7f7f",
-}
+KINDS = (*LANES, SYNC)
+COLOURS = dict(zip(KINDS, ("#1d91c0", "#f28e2b", "#253494", "#7fcdbb", "#7f7f7f"), strict=True))
 _TRANSFERS = ("sendrecv", "send", "recv")
 Event = dict[str, Any]
 Spans = np.ndarray
@@ -50,7 +44,10 @@ class Step:
     def hidden_ms(self, kind: str) -> float:
         """Milliseconds of a kind that passed while the device computed."""
         mine, compute = merged(self.spans[kind]), merged(self.spans[COMPUTE])
-        return float(sum(_overlap(start, end, compute) for start, end in mine))
+        overlaps = (
+            min(end, last) - max(start, first) for start, end in mine for first, last in compute
+        )
+        return float(sum(max(0.0, one) for one in overlaps))
 
 
 def read(path: Path) -> Step:
@@ -63,7 +60,7 @@ def read(path: Path) -> Step:
     bars = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     has_gpu = any(event.get("cat") == "kernel" for event in bars)
     kind_of = _kind_on_gpu if has_gpu else _kind_on_cpu
-    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in (*LANES, SYNC)}
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for event in bars:
         kind = kind_of(event)
         if kind is not None:
@@ -106,13 +103,9 @@ def draw(step: Step, picture: Path, title: str) -> None:
     axes.set_xlabel("milliseconds")
     axes.set_facecolor(IDLE)
     shown = [kind for kind, spans in step.spans.items() if len(spans)]
-    axes.legend(
-        handles=[Patch(color=COLOURS[kind], label=kind) for kind in shown],
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(shown),
-        fontsize=8,
-    )
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in shown]
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles=handles, ncols=len(shown), fontsize=8, **place)
     axes.set_title(title, loc="left", fontsize=10)
     figure.savefig(picture)
 
@@ -147,7 +140,3 @@ def _kind_on_cpu(event: Event) -> str | None:
     if name.startswith(("gloo:", "c10d::")):
         return RING if any(word in name for word in _TRANSFERS) else SYNC
     return COMPUTE if event["cat"] == "cpu_op" else None
-
-
-def _overlap(start: float, end: float, others: Iterable[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(end, last) - max(start, first)) for first, last in others)

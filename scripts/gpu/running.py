@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ class Finished:
 
     code: int
     lines: list[str]
-    seconds: float
     timed_out: bool
 
 
@@ -28,7 +27,7 @@ def run(
     environment: Mapping[str, str],
     folder: Path,
 ) -> Finished:
-    """Run `command`; at the deadline it and all that it started are killed.
+    """Run `command` in a folder; at the deadline it and all that it started are killed.
 
     Args:
         command: program and arguments.
@@ -37,7 +36,6 @@ def run(
         environment: of the command.
         folder: where it runs.
     """
-    started = time.monotonic()
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=folder,
@@ -65,14 +63,8 @@ def run(
     except subprocess.TimeoutExpired:
         timed_out = True
     finally:
-        _end_group(process.pid)
+        with suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     reader.join(5)
-    return Finished(process.returncode, list(lines), time.monotonic() - started, timed_out)
-
-
-def _end_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # all of it has ended
+    return Finished(process.returncode, list(lines), timed_out)

@@ -16,7 +16,6 @@ from megatron_hdp.runtime.kernels import Block
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import TokenLayout
 from scripts.gpu import several_ranks
-from tests.gpu.staged_comm import StagedComm
 from tests.support import ranks
 from tests.support.ring_cases import errors_of_part
 
@@ -39,25 +38,38 @@ BACKENDS = [
 ]
 
 
+class StagedTransfer:
+    """Copies to the device what arrived on the host."""
+
+    def __init__(self, on_host, received):
+        self.on_host, self.received = on_host, received
+
+    def wait(self, is_idle=True):
+        if self.on_host is not None:
+            self.received.copy_(self.on_host.wait())
+        self.on_host = None
+        return self.received
+
+
+class StagedComm(RingComm):
+    """A `RingComm` over a gloo group for tensors of any device."""
+
+    def trade(self, sent, to, received, of):
+        room = torch.empty(received.shape, dtype=received.dtype)
+        on_host = super().trade(sent.detach().cpu().contiguous(), to, room, of)
+        return StagedTransfer(on_host, received)
+
+
 def require(device, name, dtype=torch.bfloat16):
     """Skips the test where the backend cannot be had here."""
     try:
-        select_attention(torch.device(device), dtype, HEAD_DIM, name)
+        select_attention(RunShapes(torch.device(device), dtype, HEAD_DIM), name)
     except ValueError as error:
         pytest.skip(f"{name} is not installed here: {error}")
 
 
 def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16, **kind):
-    """Body of a rank: relative errors of (out, dq, dk, dv) of every case; bytes that were sent.
-
-    Args:
-        transport: "native" or "staged", over host memory.
-        device: where it runs.
-        name: of the backend.
-        cases: see `CASES`.
-        dtype: what it is given.
-        kind: window and sink, see `errors_of_part`.
-    """
+    """Body of a rank: relative errors of (out, dq, dk, dv) of every case; kind: window and sink."""
     if transport == "staged":
         if device == "cuda":
             torch.cuda.set_device(0)
@@ -65,17 +77,19 @@ def errors_of_cases(transport, device, name, cases, dtype=torch.bfloat16, **kind
     else:
         comm = RingComm(several_ranks.new_group_of_all(device))
     windows = (kind["window"],) if kind else ()
-    shapes = RunShapes(num_ranks=dist.get_world_size(), windows=windows, sink=bool(kind))
-    attend = select_attention(torch.device(device), dtype, HEAD_DIM, name, comm, shapes).backend
-    errors = [
-        errors_of_part(attend, comm, *case, dtype=dtype, device=device, head_dim=HEAD_DIM, **kind)
-        for case in cases
-    ]
-    return errors, comm.bytes_sent
+    shapes = RunShapes(
+        *(torch.device(device), dtype, HEAD_DIM),
+        num_ranks=dist.get_world_size(),
+        windows=windows,
+        sink=bool(kind),
+    )
+    attend = select_attention(shapes, name, comm).backend
+    how = {"dtype": dtype, "device": device, "head_dim": HEAD_DIM} | kind
+    return [errors_of_part(attend, comm, *case, **how) for case in cases]
 
 
 def errors_of_whole_sequences(device, name, dtype):
-    attend = select_attention(torch.device(device), dtype, HEAD_DIM, name).backend
+    attend = select_attention(RunShapes(torch.device(device), dtype, HEAD_DIM), name).backend
     how = {"dtype": dtype, "device": device, "head_dim": HEAD_DIM}
     return errors_of_part(attend, None, *CASES[0], **how)
 
@@ -88,7 +102,7 @@ def run_on(device, num_ranks, *call):
 
 
 def check(results):
-    for rank, (errors, _) in enumerate(results):
+    for rank, errors in enumerate(results):
         for case, of_case in zip(CASES, errors, strict=True):
             in_ring = rank in case[0]
             assert max(of_case) < TOLERANCE, f"rank {rank}, {case}: out, dq, dk, dv {of_case}"
@@ -111,7 +125,7 @@ def test_a_single_token(device, name):
         torch.randn(1, heads, HEAD_DIM).to(device, torch.bfloat16).requires_grad_()
         for heads in (4, 2, 2, 4)
     )
-    attend = select_attention(device, q.dtype, HEAD_DIM, name).backend
+    attend = select_attention(RunShapes(device, q.dtype, HEAD_DIM), name).backend
     out = attend(q, k, v, TokenLayout((0,), 0, (), (1,), device), None, 0.3)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     assert torch.allclose(out.float(), v.float().repeat_interleave(2, dim=1), rtol=1e-2, atol=1e-2)
@@ -143,8 +157,16 @@ def try_nccl():
 
 
 @pytest.mark.parametrize("transport", ["native", "staged"])
-def test_rings_on_a_cpu(transport):
-    check(run_on("cpu", 4, errors_of_cases, transport, "cpu", "torch", CASES))
+@pytest.mark.parametrize(("device", "name"), BACKENDS)
+def test_rings(request, transport, device, name):
+    """Over gloo or NCCL, and over host memory."""
+    require(device, name)
+    refusal = None
+    if device == "cuda" and transport == "native":
+        refusal = request.getfixturevalue("nccl_refusal")
+    if refusal is not None:
+        pytest.skip(f"NCCL does not accept several ranks on one GPU: {refusal}")
+    check(run_on(device, 4, errors_of_cases, transport, device, name, CASES))
 
 
 def errors_with_a_fault(*call):
@@ -161,18 +183,9 @@ def test_a_planted_fault_fails_the_check():
         check(run_on("cpu", 4, errors_with_a_fault, "native", "cpu", "torch", CASES))
 
 
-@on_gpu
-@pytest.mark.parametrize(("device", "name"), BACKENDS[1:])
-def test_rings_over_nccl(nccl_refusal, device, name):
-    require(device, name)
-    if nccl_refusal is not None:
-        pytest.skip(f"NCCL does not accept several ranks on one GPU: {nccl_refusal}")
-    check(run_on(device, 4, errors_of_cases, "native", device, name, CASES))
-
-
 def errors_in_windows(*call):
     """Body of a rank: within a chunk, and over several."""
-    errors = [errors_of_cases(*call, window=window, has_sink=True)[0] for window in (24, 150)]
+    errors = [errors_of_cases(*call, window=window, has_sink=True) for window in (24, 150)]
     return [max(map(max, of_window)) for of_window in errors]
 
 
@@ -186,8 +199,12 @@ def test_windows_and_sinks(device, name):
         assert max(errors) < TOLERANCE
 
 
-@on_gpu
-@pytest.mark.parametrize(("device", "name"), BACKENDS[1:])
-def test_rings_over_host_memory(device, name):
-    require(device, name)
-    check(run_on(device, 4, errors_of_cases, "staged", device, name, CASES))
+def fail_or_wait(failing):
+    if dist.get_rank() == failing:
+        raise ValueError("a planted fault")
+    dist.barrier()
+
+
+def test_a_failure_of_new_processes_is_reported_at_once_with_its_rank():
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed: .*a planted fault"):
+        several_ranks.run(2, fail_or_wait, 1, timeout_s=120)

@@ -1,15 +1,22 @@
 """The training command: the loss falls, a GPU's curve is the CPU's, a run resumes, it is timed."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 
 from megatron_hdp.data import TokenWriter
-from tests.gpu.commands import start
+from scripts.gpu.several_ranks import one_gpu_environment
+from tests.support.processes import free_port
 
+ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 6, 3
 TIMEOUT_S = 180
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -32,6 +39,70 @@ KINDS = {
     "stock-fp32": f"{OPTIMIZER}",
     "stock-bf16": f"{OPTIMIZER} {BF16}",
 }
+
+
+@dataclass(frozen=True)
+class Command:
+    """A run that has been started."""
+
+    processes: list[subprocess.Popen[bytes]]
+    outputs: list[Path]
+    metrics_path: Path
+
+    def finish(self, timeout_s: float) -> list[dict]:
+        """The metrics of every step; fails the test with all ranks' output if one failed."""
+        try:
+            codes = [process.wait(timeout_s) for process in self.processes]
+        finally:
+            self.kill()
+        text = "\n".join(path.read_text(errors="replace")[-6000:] for path in self.outputs)
+        assert not any(codes), f"exit codes {codes}:\n{text}"
+        return [orjson.loads(line) for line in self.metrics_path.read_bytes().splitlines()]
+
+    def kill(self) -> None:
+        """Ends what is still running."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Command:
+    """Starts ``pretrain_gpt`` on ranks, all on the first GPU ("cuda") or none ("cpu")."""
+    folder.mkdir(parents=True)
+    metrics_path, port = folder / "metrics.jsonl", free_port()
+    command = [sys.executable, "-m", "megatron_hdp.pretrain_gpt", *flags]
+    command += ["--metrics-path", str(metrics_path)]
+    processes, outputs = [], [folder / f"output-{rank}" for rank in range(num_ranks)]
+    common = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *_paths(device)]),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    for rank, path in enumerate(outputs):
+        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment |= _device(device, rank, num_ranks)
+        how = {"env": environment, "stderr": subprocess.STDOUT}
+        with path.open("wb") as output:
+            processes.append(subprocess.Popen(command, stdout=output, **how))
+    return Command(processes, outputs, metrics_path)
+
+
+def _paths(device: str) -> list[str]:
+    """Where this process finds modules; on a CPU without a TransformerEngine that was carried."""
+    paths = [path for path in sys.path if path]
+    if device == "cuda":
+        return paths
+    return [path for path in paths if not Path(path, "transformer_engine").exists()]
+
+
+def _device(device: str, rank: int, num_ranks: int) -> dict[str, str]:
+    if device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {} if num_ranks == 1 else {"LOCAL_RANK": "0"} | one_gpu_environment(rank)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +168,7 @@ def test_the_curve_is_that_of_the_cpu(from_weights, device):
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), ON_GPU])
 def test_two_ranks_have_the_curve_of_one(from_weights, device):
-    """On one GPU; NCCL takes them for two machines, see tests/gpu/commands.py."""
+    """On one GPU; NCCL takes them for two machines, see `one_gpu_environment`."""
     _, metrics = from_weights(device, 2)
     _, reference = from_weights("cpu")
     np.testing.assert_allclose(losses(metrics), losses(reference), rtol=2e-3)

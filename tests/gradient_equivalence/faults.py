@@ -14,8 +14,8 @@ from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.model import HdpMlaSelfAttention, fused_loss
 from megatron_hdp.megatron.model.router import HdpRouter
 from megatron_hdp.megatron.options import expert_layers_of_chunk
-from megatron_hdp.runtime.interleaved_comm import InterleavedComm
 from megatron_hdp.runtime.kernels import Block
+from megatron_hdp.runtime.pipeline_comm import InterleavedComm
 from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.latent import _Projection
 from tests.gradient_equivalence.case import Case, mixed
@@ -310,7 +310,7 @@ FAULTS: dict[str, Fault] = {
 FAILING: dict[str, Fault] = {  # a step that must end with an error
     "shapes-in-another-order": _planted(
         Case(2, virtual(2) | ALONE, plans=0),
-        "megatron_hdp.runtime.interleaved_comm.InterleavedComm.begin",
+        "megatron_hdp.runtime.pipeline_comm.InterleavedComm.begin",
         shapes_of_plain_1f1b,
     ),
     "layers-on-the-wrong-stage": Fault(

@@ -1,4 +1,4 @@
-"""A rank ends with the process that launched it; what a user starts by hand does not."""
+"""A rank ends with the process that launched it, and what it starts ends with the rank."""
 
 import socket
 import subprocess
@@ -33,6 +33,14 @@ def is_running(process):
         return False
 
 
+def runs_on(process, for_s):
+    """Whether it still runs when so much time has passed."""
+    deadline = time.monotonic() + for_s
+    while is_running(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_running(process)
+
+
 def outlives_its_launcher(folder, command, environment, for_s=10.0):
     """Whether the rank still runs `for_s` after its launcher was killed, while it imports torch."""
     (folder / "torch.py").write_text(TORCH)
@@ -49,17 +57,16 @@ def outlives_its_launcher(folder, command, environment, for_s=10.0):
         assert rank.ppid() == launcher.pid
         launcher.kill()
         launcher.wait()
-        deadline = time.monotonic() + for_s
-        while is_running(rank) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return is_running(rank)
+        return runs_on(rank, for_s)
     finally:
         launcher.stdout.close()
         if is_running(rank):
             rank.kill()
 
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="here a thread looks, see below")
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux ends processes with their parent"
+)
 
 
 @on_linux
@@ -144,3 +151,44 @@ def test_a_patched_script_asks_when_its_flags_are_known(is_on):
     ):
         assert replacements.validate(lambda args, defaults: args, args) is args
     assert calls == [1] * is_on
+
+
+FORKS = """
+import os, sys, time
+from contextlib import nullcontext
+from megatron_hdp.processes.children import bound_to_this_process
+
+with bound_to_this_process() if sys.argv[1] == "bound" else nullcontext():
+    if os.fork() == 0 and os.fork() == 0:
+        print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+SPAWNS = """
+import multiprocessing, sys, time
+from contextlib import nullcontext
+from megatron_hdp.processes.children import bound_to_this_process
+
+code = "import os, time; os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
+with bound_to_this_process() if sys.argv[1] == "bound" else nullcontext():
+    multiprocessing.get_context("spawn").Process(target=exec, args=(code,)).start()
+time.sleep(60)
+"""
+
+
+@on_linux
+@pytest.mark.parametrize("how, survives", [("bound", False), ("free", True)])
+@pytest.mark.parametrize("program", [FORKS, SPAWNS], ids=["forked", "spawned"])
+def test_a_grandchild(how, survives, program):
+    command = [sys.executable, "-c", program, how]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    grandchild = psutil.Process(int(parent.stdout.readline()))
+    child = grandchild.parent()
+    try:
+        parent.kill()
+        parent.wait(10)
+        assert runs_on(grandchild, 0.0 if survives else 10.0) == survives
+    finally:
+        for process in filter(is_running, (grandchild, child)):
+            process.kill()
+        parent.stdout.close()

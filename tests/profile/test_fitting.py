@@ -50,10 +50,7 @@ def measured_of(planted, noise=0.0, seed=0, repetitions=9, cases=None):
     rng = np.random.default_rng(seed)
     machine = Fit(planted, SHAPE)
     return [
-        Measured(
-            case,
-            tuple(machine.predicted_s(case) * rng.lognormal(0, noise, repetitions)),
-        )
+        Measured(case, tuple(machine.predicted_s(case) * rng.lognormal(0, noise, repetitions)))
         for case in cases or cases_of(ROOM)
     ]
 
@@ -148,14 +145,8 @@ def test_the_planner_prices_as_the_fit_does():
 
 
 def test_a_model_with_windows_is_fitted_by_what_they_leave():
-    counted = CostModel(
-        a=0.0,
-        b=0.0,
-        kv_bytes_per_token=2048.0,
-        window_tokens=200,
-        window_share=0.5,
-        halo_bytes=3e5,
-    )
+    windows = {"window_tokens": 200, "window_share": 0.5, "halo_bytes": 3e5}
+    counted = dataclasses.replace(COUNTED, kv_bytes_per_token=2048.0, **windows)
     shape = Shape(layers=4, counted=counted)
     machine = Fit(PLANTED, shape)
     measured = [Measured(case, (machine.predicted_s(case),)) for case in cases_of(ROOM)]
@@ -178,24 +169,29 @@ def test_transfers_by_themselves():
     assert wires_of([]) == {}
 
 
+ALONE = cases_of(dataclasses.replace(ROOM, ranks=1, has_experts=False))
+
+
 def test_one_rank_tells_of_no_rings():
-    alone = cases_of(dataclasses.replace(ROOM, ranks=1, has_experts=False))
-    found = values_of(measured_of(PLANTED | {"b_experts": 0.0}, cases=alone), SHAPE)
+    found = values_of(measured_of(PLANTED | {"b_experts": 0.0}, cases=ALONE), SHAPE)
     assert set(found.values) == {"a", "attention_b", "b", "g", "block"}
     assert set(coefficients_of(found)) == {"a", "attention_b", "b", "g", "block_s"}
 
 
-def test_too_few_cases_are_refused():
-    alone = cases_of(dataclasses.replace(ROOM, ranks=1, has_experts=False))
-    few = [one for one in alone if not one.is_held_out][:4]
-    with pytest.raises(ValueError, match=r"4 cases were timed, expected at least 5.*--budget-sec"):
-        values_of(measured_of(PLANTED, cases=few), SHAPE)
+FEW = [one for one in ALONE if not one.is_held_out][:4]
+EQUAL = [Case(kind, (64,) * n) for n in (1, 2, 3, 4) for kind in (COMPUTE, ATTENTION)]
 
 
-def test_cases_that_are_too_much_alike_are_refused():
-    alike = [Case(kind, (64,) * n) for n in (1, 2, 3, 4) for kind in (COMPUTE, ATTENTION)]
-    with pytest.raises(ValueError, match="4 coefficients, expected 5"):
-        values_of(measured_of(PLANTED, cases=alike), SHAPE)
+@pytest.mark.parametrize(
+    ("cases", "words"),
+    [
+        (FEW, r"4 cases were timed, expected at least 5.*--budget-sec"),
+        (EQUAL, "4 coefficients, expected 5"),
+    ],
+)
+def test_too_few_cases_and_too_similar_ones_are_refused(cases, words):
+    with pytest.raises(ValueError, match=words):
+        values_of(measured_of(PLANTED, cases=cases), SHAPE)
 
 
 @pytest.mark.parametrize("seed", range(20))

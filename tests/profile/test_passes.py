@@ -1,10 +1,13 @@
-"""Measuring keeps to its budget and mixes the cases."""
+"""Cases fit into what a job has room for; measuring keeps to its budget and mixes them."""
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron_hdp.profile.cases import Room, cases_of
-from megatron_hdp.profile.passes import FEWEST, MOST_MEASUREMENTS, fitted, lengths_of, measure
+from megatron_hdp.profile.cases import ATTENTION, COMPUTE, RING, TRANSFER, Case, Room, cases_of
+from megatron_hdp.profile.passes import FEWEST, MOST_MEASUREMENTS, fitted, measure
+from megatron_hdp.profile.report import lengths_of
 from tests.profile.test_fitting import PLANTED, SHAPE, Fit
 
 CASES = cases_of(Room(2048, 8192, ranks=2, ranks_per_node=2))
@@ -80,22 +83,17 @@ def test_the_budget_is_used_and_kept():
     assert lengths_of(measured) == (64, 2048)
 
 
-def test_every_pass_has_another_order():
-    bench = Bench()
-    measure(bench, CASES, 1.0)
+def test_every_pass_has_another_order_the_same_on_all_ranks():
+    bench, other = Bench(), Bench()
+    for one in (bench, other):
+        measure(one, CASES, 1.0)
+    assert bench.ran == other.ran
     orders = [
         tuple(bench.ran[first : first + len(CASES)])
         for first in range(0, len(bench.ran), len(CASES))
     ]
     assert all(set(order) == set(CASES) for order in orders)
     assert len(set(orders)) == len(orders) > FEWEST
-
-
-def test_all_ranks_run_the_same():
-    one, other = Bench(), Bench()
-    measure(one, CASES, 0.5)
-    measure(other, CASES, 0.5)
-    assert one.ran == other.ran
 
 
 @pytest.mark.parametrize("budget_s", [0.02, 0.05])
@@ -110,3 +108,58 @@ def test_long_cases_are_left_out_where_the_budget_is_small(budget_s):
 
     assert max(tokens(one.case) for one in measured) <= min(map(tokens, left_out))
     assert bench.elapsed_s < 1.0 * budget_s + (FEWEST + 1) * 2048 * 2e-6
+
+
+ROOMS = st.builds(
+    Room,
+    tokens_per_rank=st.integers(32, 100_000),
+    longest=st.integers(32, 1_000_000),
+    ranks=st.integers(1, 20),
+    ranks_per_node=st.integers(1, 8),
+    multiple=st.integers(1, 8),
+    kv_bytes_per_layer=st.integers(1, 10_000),
+)
+
+
+@settings(deadline=None)
+@given(ROOMS)
+def test_they_fit(room):
+    for case in cases_of(room):
+        assert 1 <= case.degree <= room.ranks
+        assert case.leaves_node == (case.degree > room.ranks_per_node)
+        if case.kind == TRANSFER:
+            assert 0 < case.num_bytes <= 4 * room.tokens_per_rank * room.kv_bytes_per_layer
+            continue
+        assert min(case.lengths) >= 2 and max(case.lengths) <= room.longest
+        assert case.num_tokens <= room.tokens_per_rank * case.degree
+        of_chunk = 2 * case.degree if case.degree > 1 else 1
+        assert all(length % (of_chunk * room.multiple) == 0 for length in case.lengths)
+        assert (case.degree > 1) == (case.kind == RING)
+
+
+@settings(deadline=None)
+@given(ROOMS)
+def test_each_is_run_once_and_is_fitted_or_held_out(room):
+    cases = cases_of(room)
+    assert len({(one.kind, one.lengths, one.degree, one.num_bytes) for one in cases}) == len(cases)
+    assert all(one.kind in (COMPUTE, RING) for one in cases if one.is_held_out)
+    degrees = {one.degree for one in cases if one.kind == RING and not one.is_held_out}
+    assert room.ranks == 1 or (room.ranks in degrees) or room.longest < 100 * room.ranks
+
+
+def test_held_out_are_lengths_and_degrees_between():
+    cases = cases_of(Room(2048, 8192, ranks=8, ranks_per_node=4))
+    rings = [one for one in cases if one.kind == RING]
+    fitted = {one.degree for one in rings if not one.is_held_out}
+    assert fitted == {2, 4, 8}
+    assert {one.degree for one in rings} - fitted == {3, 6}
+    assert {one.degree for one in cases if one.kind == TRANSFER} == {4, 8}
+    whole = {one.lengths for one in cases if one.kind == COMPUTE and one.is_held_out}
+    assert whole == {(1433,), (716,), (368,), (256,) * 8}
+    assert not whole & {one.lengths for one in cases if one.kind == ATTENTION}
+
+
+def test_a_case_says_what_it_is():
+    assert str(Case(COMPUTE, (1024,) * 2)) == "compute 2 x 1,024 tokens"
+    assert str(Case(RING, (4096,), 3)) == "ring 4,096 tokens, 3 ranks"
+    assert str(Case(TRANSFER, degree=2, num_bytes=4096)) == "transfer of 4,096 B, 2 ranks"

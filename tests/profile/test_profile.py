@@ -11,23 +11,30 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_hdp.cli.main import main
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.options import model_shape, parse_arguments
+from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner import CostModel
 from megatron_hdp.profile import command
-from megatron_hdp.profile.cases import COMPUTE, EXPERTS, RING
+from megatron_hdp.profile.cases import COMPUTE, EXPERTS, RING, Case
 from megatron_hdp.profile.fitting import Fit, Shape
 from megatron_hdp.profile.job import run_profile
 from megatron_hdp.profile.measuring import Bench
 from megatron_hdp.profile.passes import FEWEST
 from megatron_hdp.profile.report import intervals_of
+from megatron_hdp.runtime.timeline import Timeline
 from tests.profile.test_fitting import COUNTED, PLANTED
+from tests.support.gradients import VOCABULARY, moe_arguments, write_corpus
 from tests.support.ranks import RankError
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "tiny-cpu.yaml")
+NO_BUDGETS = ("0", "-1", "inf", "nan", "soon")
 OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -73,7 +80,7 @@ def test_one_process(tmp_path, capsys):
 def test_files_of_a_profile(run_ranks, tmp_path, capsys):
     """The report, the cost model and the picture, of a machine with known coefficients."""
     output, picture = tmp_path / "cost-model.json", tmp_path / "profile.png"
-    (profile,) = run_ranks(1, profiled, 0.01, "--hdp-tokens-per-rank", "512")
+    (profile,) = run_ranks(1, profiled, "--hdp-tokens-per-rank 512")
     command.write(profile, argparse.Namespace(output=output, picture=picture))
     text = capsys.readouterr().out
     assert "micro-batches of one rank" in text and "note: one rank has no rings" in text
@@ -92,52 +99,36 @@ def test_files_of_a_profile(run_ranks, tmp_path, capsys):
 
 def test_times_too_noisy_to_use_write_nothing(run_ranks):
     """Planted noise: e^2 times as long, or a seventh; each rank refuses, after three tries."""
-    flags = ("--hdp-tokens-per-rank", "128", "--num-layers", "1", "--hidden-size", "16")
     with pytest.raises(RankError, match=r"too noisy .*measured 3 times"):
-        run_ranks(1, profiled, 0.01, *flags, noise=2.0)
+        run_ranks(1, profiled, f"{SMALL} 1", noise=2.0)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("config", "words", "told"),
     [
-        (
-            ["--config", CONFIG, "--output", "gone/cost-model.json"],
-            "--output gone/cost-model.json: found no folder gone, expected one to write into",
-        ),
-        (["--config", CONFIG, "--output", "."], "found a folder, expected a file's name"),
-        (
-            ["--config", CONFIG, "--output", "c.json", "--picture", "c.txt"],
-            "found the suffix '.txt', expected .png, .svg or .pdf",
-        ),
-        (
-            ["--config", CONFIG, "--output", "c.png", "--picture", "./c.png"],
-            "--picture c.png is the file of --output as well",
-        ),
-        (
-            ["--config", "small.yaml", "--output", "c.json"],
-            "--hybrid-data-parallel needs --hdp-tokens-per-rank",
-        ),
-        (["--config", "wrong.yaml", "--output", "c.json"], "num-layer"),
-        (["--config", "gone.yaml", "--output", "c.json"], "gone.yaml"),
+        (CONFIG, "--output gone/c.json", "--output gone/c.json: found no folder gone, expected"),
+        (CONFIG, "--output .", "found a folder, expected a file's name"),
+        (CONFIG, "--output c.json --picture c.txt", "found the suffix '.txt', expected .png, .svg"),
+        (CONFIG, "--output c.png --picture ./c.png", "c.png is the file of --output as well"),
+        ("small.yaml", "--output c.json", "--hybrid-data-parallel needs --hdp-tokens-per-rank"),
+        ("wrong.yaml", "--output c.json", "num-layer"),
+        ("gone.yaml", "--output c.json", "gone.yaml"),
+        *((CONFIG, f"--output o --budget-seconds={one}", "--budget-seconds") for one in NO_BUDGETS),
     ],
 )
-def test_a_mistake_is_one_line(words, told, tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_one_line(config, words, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = Path(CONFIG).read_text().splitlines()
     kept = [line for line in lines if "hdp-tokens-per-rank" not in line]
     Path("small.yaml").write_text("\n".join(kept))
     Path("wrong.yaml").write_text("num-layer: 2\n")
-    assert main(["profile", *words]) == 2
+    try:
+        code = main(["profile", "--config", config, *words.split()])
+    except SystemExit as leaving:  # argparse's way
+        code = leaving.code
+    assert code == 2
     assert told in capsys.readouterr().err
     assert not Path("c.json").exists()
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
-def test_no_budget(seconds, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        main(["profile", "--config", "c", "--output", "o", "--budget-seconds", seconds])
-    assert leaving.value.code == 2
-    assert "--budget-seconds" in capsys.readouterr().err
 
 
 class PlantedTimes:
@@ -154,23 +145,20 @@ class PlantedTimes:
         return taken_s
 
 
-def profiled(budget_s, *flags, noise=0.0):
+def profiled(flags, noise=0.0, config=CONFIG):
     """Body of a rank."""
-    words = ("--config", CONFIG, "--hybrid-data-parallel", *flags)
-    return profiled_with(budget_s, *words, noise=noise)
-
-
-def profiled_with(budget_s, *words, noise=0.0):
-    """The same with any configuration."""
+    words = ("--config", config, "--hybrid-data-parallel", *flags.split())
     arguments, times = parse_arguments(words, needs_data=False), PlantedTimes(noise)
     with mock.patch.object(Bench, "seconds", lambda bench, case: times.seconds(bench, case)):
-        return run_profile(arguments, budget_s, lambda *_: None)
+        return run_profile(arguments, 0.01, lambda *_: None)
+
+
+SMALL = "--hdp-tokens-per-rank 128 --hidden-size 16 --num-layers"
 
 
 def test_ranks_find_the_same_and_a_degree_between(run_ranks):
     """Three ranks, of which one stands aside in the rings of two."""
-    flags = ("--hdp-tokens-per-rank", "128", "--num-layers", "1", "--hidden-size", "16")
-    profiles = run_ranks(3, profiled, 0.01, *flags)
+    profiles = run_ranks(3, profiled, f"{SMALL} 1")
     assert len({one.cost_model for one in profiles}) == 1
     first = profiles[0]
     assert {one.case.degree for one in first.measured if one.case.kind == RING} == {2, 3}
@@ -183,10 +171,9 @@ def test_ranks_find_the_same_and_a_degree_between(run_ranks):
 
 def test_virtual_stages_are_profiled_in_one_part(run_ranks):
     """What a rank counts and measures is that of all its parts of the model."""
-    flags = ("--hdp-tokens-per-rank", "128", "--num-layers", "4", "--hidden-size", "16")
-    flags += ("--pipeline-model-parallel-size", "2")
-    virtual = ("--num-virtual-stages-per-pipeline-rank", "2")
-    plain, parted = (run_ranks(2, profiled, 0.01, *flags, *more)[0] for more in ((), virtual))
+    flags = f"{SMALL} 4 --pipeline-model-parallel-size 2"
+    virtual = f"{flags} --num-virtual-stages-per-pipeline-rank 2"
+    plain, parted = (run_ranks(2, profiled, one)[0] for one in (flags, virtual))
     assert parted.room == plain.room and parted.place == plain.place
     for name in ("num_layers", "kv_bytes_per_token", "activation_bytes_per_token"):
         assert getattr(parted.cost_model, name) == getattr(plain.cost_model, name)
@@ -195,10 +182,8 @@ def test_virtual_stages_are_profiled_in_one_part(run_ranks):
 
 def test_uneven_pipeline_stages(run_ranks):
     """The first stage of two holds no layer, the second all three in two parts."""
-    flags = ("--hdp-tokens-per-rank", "128", "--num-layers", "3", "--hidden-size", "16")
-    flags += ("--pipeline-model-parallel-size", "2")
-    flags += ("--pipeline-model-parallel-layout", "E|t*2||tL")
-    first, second = run_ranks(2, profiled, 0.01, *flags)
+    flags = f"{SMALL} 3 --pipeline-model-parallel-size 2"
+    first, second = run_ranks(2, profiled, f"{flags} --pipeline-model-parallel-layout E|t*2||tL")
     assert first.cost_model == second.cost_model
     model = first.cost_model
     assert model.num_layers == 3  # of the stage that has most, all its parts
@@ -218,13 +203,47 @@ command.run()
 """
 
 
+TOKENS = 24
+
+
+def measured(arguments):
+    """Body of a rank: operations instead of seconds."""
+    parallel.initialise(arguments)
+    parallel.set_seeds(1)
+    chunks = building.build_chunks(arguments, VOCABULARY)
+    bench = Bench(arguments, setup.build_executor(arguments, chunks, Timeline()), VOCABULARY)
+    with mock.patch.object(Bench, "_timed", operations_of):
+        return bench._experts_s(Case(EXPERTS, (TOKENS,)))
+
+
+def operations_of(bench, run):
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = mock.MagicMock(parents={"Global"})  # the real one bars autograd.grad
+    with counter:
+        run()
+    return counter.get_total_flops()
+
+
+def test_neither_shared_experts_nor_dense_layers_count(run_ranks, tmp_path):
+    more = {"num_layers": 3, "moe_layer_freq": "[0]+[1]*2"}
+    more |= {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
+    stages = {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2}
+    prefix = write_corpus(tmp_path, [TOKENS])
+    for ranks, layout in ((1, {}), (2, stages)):
+        arguments = moe_arguments(prefix, **more | layout)
+        shape = model_shape(arguments, 0)
+        routers = 2 * arguments.hidden_size * arguments.num_experts
+        met = shape.expert_parameters + routers
+        assert run_ranks(ranks, measured, arguments) == [6 * TOKENS * met] * ranks
+
+
 def test_experts_have_a_share_of_their_own(run_ranks):
     """Two ranks that share the experts, whose tokens are most of the work."""
-    flags = ("--hdp-tokens-per-rank", "256", "--num-layers", "1", "--hidden-size", "16")
-    flags += ("--num-experts", "4", "--moe-ffn-hidden-size", "2048", "--moe-router-topk", "2")
-    flags += ("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2")
-    flags += ("--moe-router-load-balancing-type", "none", "--seq-length", "512")
-    first, second = run_ranks(2, profiled, 0.01, *flags)
+    flags = f"""{SMALL} 1 --hdp-tokens-per-rank 256 --seq-length 512
+        --num-experts 4 --moe-ffn-hidden-size 2048 --moe-router-topk 2
+        --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
+        --moe-router-load-balancing-type none"""
+    first, second = run_ranks(2, profiled, flags)
     assert first.cost_model == second.cost_model
     assert {one.case.kind for one in first.measured} >= {COMPUTE, EXPERTS, RING}
     assert first.cost_model.b == pytest.approx(PLANTED["b"])
@@ -237,13 +256,10 @@ def test_of_latent_attention_keys_and_values_are_measured(run_ranks, tmp_path):
     lines = [one for one in Path(CONFIG).read_text().splitlines() if "query" not in one]
     config = tmp_path / "latent.yaml"
     config.write_text("\n".join(lines))
-    flags = ("--config", str(config), "--hybrid-data-parallel", "--multi-latent-attention")
-    flags += ("--hdp-tokens-per-rank", "128", "--num-layers", "1", "--hidden-size", "16")
-    flags += ("--kv-lora-rank", "8", "--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4")
-    flags += ("--v-head-dim", "6", "--hdp-mla-ring", "latent")
-    found = {one.cost_model for one in run_ranks(2, profiled_with, 0.01, *flags)}
-    (model,) = found
-    heads = parse_arguments(flags, needs_data=False).num_attention_heads
+    flags = f"""{SMALL} 1 --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8
+        --qk-pos-emb-head-dim 4 --v-head-dim 6 --num-attention-heads 2 --hdp-mla-ring latent"""
+    found = {one.cost_model for one in run_ranks(2, profiled, flags, config=str(config))}
+    (model,), heads = found, 2
     assert model.kv_bytes_per_token == heads * (8 + 4 + 6) * 4
 
 

@@ -1,4 +1,4 @@
-"""A GPU's times: events that the device reaches later, tied to the CPU's clock step by step."""
+"""Spans and totals of a CPU and a GPU, whose events are reached later; the device's progress."""
 
 import ctypes
 import threading
@@ -10,8 +10,17 @@ import pytest
 import torch
 
 from megatron_hdp.runtime import clocks
-from megatron_hdp.runtime.clocks import CpuClock, DeviceClock, DriverQuery, clock_of
-from megatron_hdp.runtime.timeline import BACKWARD, DEVICE_WAIT, FORWARD, RING_WAIT, START, Timeline
+from megatron_hdp.runtime.clocks import Clock, DeviceClock, DriverQuery, clock_of
+from megatron_hdp.runtime.device_progress import Reached
+from megatron_hdp.runtime.timeline import (
+    BACKWARD,
+    DEVICE_WAIT,
+    FORWARD,
+    RING_WAIT,
+    START,
+    TO_HOST,
+    Timeline,
+)
 
 
 class Device:
@@ -34,11 +43,15 @@ class Device:
     def run_until(self, event: "FakeEvent") -> None:
         self.synchronised += 1
         while event in self.queue:
-            first = self.queue.pop(0)
-            if isinstance(first, FakeEvent):
-                first.at_s = self.time_s
-            else:
-                self.time_s += first
+            self.run_one()
+
+    def run_one(self) -> None:
+        """Does the first thing in the queue."""
+        first = self.queue.pop(0)
+        if isinstance(first, FakeEvent):
+            first.at_s = self.time_s
+        else:
+            self.time_s += first
 
 
 class FakeEvent:
@@ -70,9 +83,15 @@ def device():
     return Device()
 
 
-def test_a_span_lasts_as_long_as_its_work_on_the_device(device):
+@pytest.fixture
+def timeline(device):
+    """A step has begun."""
     timeline = Timeline(DeviceClock(device.event))
     timeline.reset()
+    return timeline
+
+
+def test_a_span_lasts_as_long_as_its_work_on_the_device(device, timeline):
     with timeline.span(FORWARD, 0):
         device.launch(2.0)
         with timeline.span(RING_WAIT):
@@ -83,9 +102,7 @@ def test_a_span_lasts_as_long_as_its_work_on_the_device(device):
     assert timeline.since_start_s(reached) == pytest.approx(2.5)
 
 
-def test_nothing_waits_for_the_device_inside_a_step(device):
-    timeline = Timeline(DeviceClock(device.event))
-    timeline.reset()
+def test_nothing_waits_for_the_device_inside_a_step(device, timeline):
     before = device.synchronised
     timeline.start_recording()
     for _ in range(3):
@@ -97,8 +114,7 @@ def test_nothing_waits_for_the_device_inside_a_step(device):
     assert device.time_s == 103.0
 
 
-def test_events_are_used_again(device):
-    timeline = Timeline(DeviceClock(device.event))
+def test_events_are_used_again(device, timeline):
     for _ in range(50):
         timeline.reset()
         for _ in range(4):
@@ -110,22 +126,6 @@ def test_events_are_used_again(device):
     assert device.made == 1 + 2 * 4 + 1, "one to align by and those of one step"
 
 
-def test_spans_stand_on_the_cpu_clock(device):
-    before_s = time.perf_counter()
-    timeline = Timeline(DeviceClock(device.event))
-    timeline.reset()
-    timeline.start_recording()
-    device.launch(3.0)
-    with timeline.span(FORWARD, 4):
-        device.launch(1.0)
-    (span,) = timeline.stop_recording()
-    assert before_s <= timeline.started_s <= time.perf_counter()
-    assert span.micro_batch == 4
-    assert (span.start_s, span.end_s) == pytest.approx(
-        (timeline.started_s + 3.0, timeline.started_s + 4.0)
-    )
-
-
 def test_the_clocks_are_tied_together_anew_at_each_step(device, monkeypatch):
     """Planted: the device's clock jumps between two steps by an hour."""
     cpu_s = iter(range(1000, 100_000, 50))
@@ -134,10 +134,13 @@ def test_the_clocks_are_tied_together_anew_at_each_step(device, monkeypatch):
     for _ in range(2):
         timeline.reset()
         timeline.start_recording()
-        with timeline.span(FORWARD):
+        device.launch(3.0)
+        with timeline.span(FORWARD, 4):
             device.launch(1.0)
         (span,) = timeline.stop_recording()
-        assert span.start_s == timeline.started_s and span.end_s == timeline.started_s + 1.0
+        assert span.micro_batch == 4
+        found = span.start_s - timeline.started_s, span.end_s - timeline.started_s
+        assert found == pytest.approx((3.0, 4.0))
         device.time_s += 3600
 
 
@@ -161,9 +164,9 @@ def test_spans_open_at_reset_keep_their_beginning(device):
     assert timeline.totals_s[BACKWARD] == pytest.approx(2.0)
 
 
-def test_other_threads_see_at_once_what_the_main_thread_does(device):
+def test_other_threads_see_at_once_what_the_main_thread_does(device, timeline):
     seen = []
-    entered, may_run = threading.Event(), threading.Event()
+    entered, may_run, looked = (threading.Event() for _ in range(3))
     synchronize = device.run_until
 
     def run_until(event: FakeEvent) -> None:
@@ -173,9 +176,6 @@ def test_other_threads_see_at_once_what_the_main_thread_does(device):
         synchronize(event)
 
     device.run_until = run_until
-    looked = threading.Event()
-    timeline = Timeline(DeviceClock(device.event))
-    timeline.reset()
 
     def look() -> None:
         assert entered.wait(100)
@@ -198,9 +198,7 @@ def test_other_threads_see_at_once_what_the_main_thread_does(device):
     assert kind == DEVICE_WAIT
 
 
-def test_a_span_that_raises_is_settled_too(device):
-    timeline = Timeline(DeviceClock(device.event))
-    timeline.reset()
+def test_a_span_that_raises_is_settled_too(device, timeline):
     with pytest.raises(KeyError), timeline.span(FORWARD):
         device.launch(1.0)
         raise KeyError
@@ -208,11 +206,130 @@ def test_a_span_that_raises_is_settled_too(device):
 
 
 def test_the_cpu_needs_no_settling():
-    timeline = Timeline(clock_of(torch.device("cpu")))
-    assert isinstance(clock_of(torch.device("cpu")), CpuClock)
+    timeline, clock = Timeline(), clock_of(torch.device("cpu"))
+    assert type(clock) is type(timeline._clock) is Clock
     with timeline.span(FORWARD):
         pass
     assert timeline.totals_s[FORWARD] > 0 and not timeline._ended
+
+
+def test_spans_nest_and_inherit_their_micro_batch():
+    timeline = Timeline()
+    timeline.start_recording()
+    with timeline.span(FORWARD, 3), timeline.span(RING_WAIT):
+        assert [(kind, m) for kind, _, m in timeline.current()] == [(FORWARD, 3), (RING_WAIT, 3)]
+    inner, outer = timeline.stop_recording()
+    assert (inner.kind, inner.micro_batch) == (RING_WAIT, 3)
+    assert outer.start_s <= inner.start_s <= inner.end_s <= outer.end_s
+    assert timeline.current() == []
+
+
+def test_totals_and_spans():
+    timeline = Timeline()
+    for _ in range(2):
+        with timeline.span(FORWARD, 0):
+            pass
+    first = timeline.totals_s[FORWARD]
+    assert first > 0 and timeline.spans is None
+    timeline.reset()
+    assert timeline.totals_s[FORWARD] == 0
+    assert timeline.stop_recording() == []
+
+
+def test_what_runs_beside_is_kept_while_recording():
+    timeline = Timeline()
+    with timeline.span(FORWARD, 4), timeline.beside(TO_HOST, timeline.micro_batch):
+        pass
+    timeline.start_recording()
+    with timeline.span(FORWARD, 5), ThreadPoolExecutor(1) as thread:
+        assert timeline.micro_batch == 5
+        thread.submit(copy_beside, timeline, timeline.micro_batch).result()
+    assert [(span.kind, span.micro_batch) for span in timeline.stop_recording()] == [
+        (TO_HOST, 5),
+        (FORWARD, 5),
+    ]
+    assert timeline.micro_batch is None
+
+
+def copy_beside(timeline, micro_batch):
+    with timeline.beside(TO_HOST, micro_batch):
+        pass
+
+
+def place(timeline):
+    reached = timeline.reached()
+    return "idle" if reached.is_idle else (reached.kind, reached.micro_batch)
+
+
+@pytest.mark.parametrize("wait", ["span", "marked"])
+def test_the_device_is_followed_through_spans_that_have_ended(device, timeline, wait):
+    assert timeline.reached() == Reached(0, None, None, is_idle=True)
+    for micro_batch in (3, 4):
+        with timeline.span(FORWARD, micro_batch):
+            device.launch(1.0)
+            with getattr(timeline, wait)(RING_WAIT):
+                device.launch(0.5)
+            device.launch(2.0)
+    seen, numbers = [place(timeline)], []
+    while device.queue:
+        device.run_one()
+        numbers.append(timeline.reached().number)
+        if place(timeline) != seen[-1]:
+            seen.append(place(timeline))
+    of_one = [(FORWARD, 3), (RING_WAIT, 3), (FORWARD, 3)]
+    of_other = [(kind, 4) for kind, _ in of_one]
+    assert seen == [(None, None), *of_one, (None, None), *of_other, "idle"]
+    assert numbers == sorted(numbers) and numbers[-1] == 8
+
+
+def test_a_step_that_is_over_leaves_no_marks_and_no_events(device, timeline):
+    for step in range(20):
+        with timeline.span(FORWARD, 0):
+            with timeline.marked(RING_WAIT):
+                device.launch(0.5)
+            with timeline.span(RING_WAIT):
+                device.launch(0.5)
+        if step % 2:
+            timeline.reset()
+        else:
+            timeline.settle()
+        assert place(timeline) == "idle" and not timeline._progress._marks
+    assert timeline.reached().number == 20 * 6
+    assert device.made == 1 + 6, "one to align by and those of one step"
+
+
+def test_an_event_that_was_used_again_meanwhile_is_passed(device):
+    """Planted: while the device is asked about a mark, the step ends and the next one begins."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def query(event):
+        asked.set()
+        assert may_answer.wait(10)
+        return event.query()
+
+    timeline = Timeline(DeviceClock(device.event, query))
+    timeline.reset()
+    with timeline.span(FORWARD, 1):
+        device.launch(1.0)
+    found = []
+    watcher = threading.Thread(target=lambda: found.append(timeline.reached()))
+    watcher.start()
+    assert asked.wait(10)
+    timeline.settle()
+    with timeline.span(BACKWARD, 2):  # with the events of the first span
+        device.launch(1.0)
+    may_answer.set()
+    watcher.join()
+    assert device.made == 3
+    assert found[0].is_idle or found[0].number >= 2, "the first span was over"
+    assert (timeline.reached().kind, timeline.reached().number) == (None, 2)
+
+
+def test_a_cpu_has_no_marks():
+    timeline = Timeline()
+    with timeline.span(FORWARD, 1), timeline.marked(RING_WAIT):
+        assert timeline.current()[-1][0] == RING_WAIT
+    assert timeline.reached() is None and not timeline._progress._marks
 
 
 class Driver:

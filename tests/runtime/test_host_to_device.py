@@ -1,6 +1,8 @@
 """A micro-batch's arrays: one copy each, begun before the micro-batch before is given out."""
 
 from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,34 +56,26 @@ class FakeStreams:
     """Streams and events by name; what is copied where, and who waits for what, in order."""
 
     def __init__(self, monkeypatch):
-        self.log, self.current, self.num_events = [], "compute", 0
-        fake = self
-
-        class Event:
-            def __init__(self):
-                fake.num_events += 1
-                self.name = f"copy {fake.num_events}"
-
-            def record(self, stream):
-                fake.log.append(f"{self.name} on {stream}")
-
-        class Current:
-            def wait_event(self, event):
-                fake.log.append(f"{fake.current} waits for {event.name}")
-
-        @contextmanager
-        def stream(name):
-            fake.current, before = name, fake.current
-            yield
-            fake.current = before
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "stream", stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current())
-        monkeypatch.setattr(
-            torch.Tensor, "record_stream", lambda buffer, stream: self.log.append("kept")
-        )
+        self.log, self.current, self._numbers = [], "compute", count(1)
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: self.log.append("kept"))
         monkeypatch.setattr(host_to_device, "PackedArrays", self.packed)
+
+    def event(self):
+        name = f"copy {next(self._numbers)}"
+        record = lambda stream: self.log.append(f"{name} on {stream}")  # noqa: E731
+        return SimpleNamespace(name=name, record=record)
+
+    def wait_event(self, event):
+        self.log.append(f"{self.current} waits for {event.name}")
+
+    @contextmanager
+    def stream(self, name):
+        self.current, before = name, self.current
+        yield
+        self.current = before
 
     def packed(self, arrays, pin):
         assert pin, "the host would wait for the copy of a buffer that is not pinned"

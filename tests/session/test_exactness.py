@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron_hdp.megatron.model import last_stage
 from megatron_hdp.runtime.loss import log_probs
 from megatron_hdp.session import objectives
+from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.support.gradients import EXPERTS
 from tests.support.own_loop import arguments_of, errors_of
 
@@ -41,14 +42,7 @@ LAYOUTS = {  # ranks, overrides
     "pp2-v2": (2, PP2 | {"num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2}),
     "tied-overlap": (2, SHARDED | {"untie_embeddings_and_output_weights": False}),
     "experts": (2, EXPERTS | {"expert_model_parallel_size": 2}),
-    "recompute": (
-        2,
-        {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
-    ),
+    "recompute": (2, RECOMPUTE),
     "offload": (2, {"num_layers": 4, "hdp_offload": "auto"}),
 }
 QUICK = {"tp2-overlap"}  # a pipeline below, experts in the slow ones
@@ -120,41 +114,40 @@ WHOLE_VOCABULARY = log_probs.over_the_vocabulary
 GATHER = last_stage.gather_from_sequence_parallel_region
 OBJECTIVES, LAST_STAGE = "megatron_hdp.session.objectives", "megatron_hdp.megatron.model.last_stage"
 TENSOR_RANKS = LAYOUTS["tp2-sp"][1] | {"hdp_tokens_per_rank": 200}
-FAULTS = {  # kind of loss, fault, overrides
-    "weights shifted by one": (
-        "weighted",
-        (f"{OBJECTIVES}.WeightedNll.arrays", weights_of_the_token_before),
-        {},
+
+
+def planted(kind, target, fault, **overrides):
+    """A fault in the loss of a kind."""
+    return kind, (target, fault), overrides
+
+
+FAULTS = {
+    "weights shifted by one": planted(
+        "weighted", f"{OBJECTIVES}.WeightedNll.arrays", weights_of_the_token_before
     ),
-    "divisor of a rank": (
-        "clipped",
-        ("megatron_hdp.session.session._divisor", divisor_of_this_rank),
-        {},
+    "divisor of a rank": planted(
+        "clipped", "megatron_hdp.session.session._divisor", divisor_of_this_rank
     ),
-    "order of the data mixed": (
-        "log-probs",
-        (f"{OBJECTIVES}.tokens_with_loss", in_the_order_of_the_micro_batch),
-        {},
+    "order of the data mixed": planted(
+        "log-probs", f"{OBJECTIVES}.tokens_with_loss", in_the_order_of_the_micro_batch
     ),
-    "prediction of another token": (
-        "log-probs",
-        (f"{OBJECTIVES}.tokens_with_loss", one_place_further),
-        {},
+    "prediction of another token": planted(
+        "log-probs", f"{OBJECTIVES}.tokens_with_loss", one_place_further
     ),
-    "head of one rank": (
-        "values",
-        ("megatron_hdp.megatron.parallel.sum_over_hdp_ranks", leave_alone),
-        {},
+    "head of one rank": planted(
+        "values", "megatron_hdp.megatron.parallel.sum_over_hdp_ranks", leave_alone
     ),
-    "hidden gradients summed": (
+    "hidden gradients summed": planted(
         "distilled",
-        (f"{LAST_STAGE}.gather_from_sequence_parallel_region", gathered_as_for_logits),
-        TENSOR_RANKS,
+        f"{LAST_STAGE}.gather_from_sequence_parallel_region",
+        gathered_as_for_logits,
+        **TENSOR_RANKS,
     ),
-    "vocabulary not exchanged": (
+    "vocabulary not exchanged": planted(
         "clipped",
-        ("megatron_hdp.runtime.loss.log_probs.over_the_vocabulary", of_this_part_alone),
-        TENSOR_RANKS,
+        "megatron_hdp.runtime.loss.log_probs.over_the_vocabulary",
+        of_this_part_alone,
+        **TENSOR_RANKS,
     ),
 }
 

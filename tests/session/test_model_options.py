@@ -12,6 +12,7 @@ from tests.support.gradients import EXPERTS, tiny_arguments
 from tests.support.mla import MLA
 
 DDP = SimpleNamespace(use_distributed_optimizer=True, overlap_grad_reduce=False)
+PP2 = {"pipeline_model_parallel_size": 2}
 MODELS = {
     "plain": {},
     "experts": EXPERTS | {"moe_layer_freq": "[0,1]", "moe_shared_expert_intermediate_size": 12},
@@ -19,16 +20,8 @@ MODELS = {
     "latent": MLA,
     "without-positions": {"no_rope_freq": "2"},
     "float64-off": {"fp64": False, "bf16": True, "num_query_groups": 4},
-    "stages": {
-        "num_layers": 7,
-        "pipeline_model_parallel_size": 2,
-        "decoder_first_pipeline_num_layers": 3,
-    },
-    "layout": {
-        "num_layers": 3,
-        "pipeline_model_parallel_size": 2,
-        "pipeline_model_parallel_layout": "Et|ttL",
-    },
+    "stages": PP2 | {"num_layers": 7, "decoder_first_pipeline_num_layers": 3},
+    "layout": PP2 | {"num_layers": 3, "pipeline_model_parallel_layout": "Et|ttL"},
 }
 
 

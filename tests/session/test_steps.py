@@ -35,10 +35,8 @@ def figures():
     expected = {"loss": 0.0, "clipped": 0.0, "ratio": 0.0}
     for i, (one, mask) in enumerate(zip(log_probs, batch.loss_mask, strict=True)):
         rows = torch.from_numpy(mask & (np.arange(len(mask)) > 0))
-        arrays = {
-            name: torch.as_tensor(np.asarray(of_all[i]))[rows]
-            for name, of_all in batch.arrays.items()
-        }
+        given = {name: torch.as_tensor(np.asarray(of[i])) for name, of in batch.arrays.items()}
+        arrays = {name: of_all[rows] for name, of_all in given.items()}
         losses, sums = clipped(one[rows], arrays)
         for name, value in {"loss": losses, **sums}.items():
             expected[name] += float(value.sum())
@@ -109,18 +107,12 @@ def of_kinds():
     """Body of a rank: losses of one batch given as arrays of several kinds."""
     session, _ = opened()
     ids = [[5, 200, 7, 9], [1, 2], [3] * 150]
-    given = [
-        ids,
-        [np.array(one, dtype=np.int16) for one in ids],
-        [torch.tensor(one) for one in ids],
-    ]
+    small = [np.array(one, dtype=np.int16) for one in ids]
     weights = [[0.5] * len(one) for one in ids]
-    found = [session.step(one, divisor=1).loss / 2 for one in given]
     halves = [torch.tensor(one, dtype=torch.bfloat16) for one in weights]
-    found += [
-        session.step(TokenBatch(ids, weights=one), divisor=1).loss for one in (weights, halves)
-    ]
-    return found
+    found = [session.step(one, divisor=1) for one in (ids, small, [*map(torch.tensor, ids)])]
+    weighted = [session.step(TokenBatch(ids, weights=w), divisor=1) for w in (weights, halves)]
+    return [one.loss / 2 for one in found] + [one.loss for one in weighted]
 
 
 def test_arrays_of_any_kind(run_ranks):
@@ -179,14 +171,8 @@ def test_a_policy_and_its_reference(run_ranks):
 
 def saved_by_a_run(prefix, folder):
     """Body of a rank: a run of two steps."""
-    of_run = {
-        "save": folder,
-        "train_iters": 2,
-        "lr": 1e-2,
-        "seq_length": 200,
-        "hidden_dropout": 0.0,
-    }
-    pretrain(tiny_arguments(prefix, **of_run))
+    how = {"train_iters": 2, "lr": 1e-2, "seq_length": 200, "hidden_dropout": 0.0}
+    pretrain(tiny_arguments(prefix, save=folder, **how))
 
 
 def loaded(folder, overrides):

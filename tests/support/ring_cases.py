@@ -137,6 +137,6 @@ def errors_of_part(
     ]
 
 
-def gloo_comm():
+def gloo_comm(timeout=None):
     """The rings' communicator over all ranks of a test."""
-    return RingComm(new_ring_group([list(range(dist.get_world_size()))]))
+    return RingComm(new_ring_group([list(range(dist.get_world_size()))], timeout))

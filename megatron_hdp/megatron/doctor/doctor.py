@@ -356,12 +356,12 @@ def _attention(on_cpu: bool) -> tuple[str | None, dict[str, str], str | None]:
     """
     import torch
 
-    from megatron_hdp.runtime.attention import select_attention
+    from megatron_hdp.runtime.attention import RunShapes, select_attention
 
     device = torch.device("cpu" if on_cpu else "cuda")
     dtype = torch.float32 if on_cpu else torch.bfloat16
     try:
-        selection = select_attention(device, dtype, head_dim=128)
+        selection = select_attention(RunShapes(device, dtype, head_dim=128))
     except ValueError as error:
         return None, {}, str(error)
     return selection.backend.name, selection.refused, None

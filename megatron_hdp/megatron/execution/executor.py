@@ -36,10 +36,9 @@ from megatron_hdp.megatron.model import FurtherTokens, HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.host_to_device import with_arrays_ahead
-from megatron_hdp.runtime.interleaved_comm import InterleavedComm
 from megatron_hdp.runtime.loss import LossSums, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
-from megatron_hdp.runtime.pipeline_comm import PipelineComm
+from megatron_hdp.runtime.pipeline_comm import InterleavedComm, PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
 from megatron_hdp.runtime.timeline import (
     BACKWARD,
@@ -171,12 +170,13 @@ class HdpExecutor:
         self._pipeline: PipelineComm | InterleavedComm | None = None
         if place.num_stages > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
-            kind = config, config.pipeline_dtype, compute_device(), self.timeline
+            like = torch.empty(0, dtype=config.pipeline_dtype, device=device)
+            how = config, like, self.timeline
             if len(chunks) == 1:
-                self._pipeline = PipelineComm(group, *kind)
+                self._pipeline = PipelineComm(group, *how)
             else:
                 assert gradient_group is not None, "several chunks need a second communicator"
-                self._pipeline = InterleavedComm(group, gradient_group, len(chunks), *kind)
+                self._pipeline = InterleavedComm(group, gradient_group, len(chunks), *how)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self.chunks:

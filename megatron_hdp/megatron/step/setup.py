@@ -60,14 +60,12 @@ def build_executor(
     allow_variants()
     place = rank_place(arguments)
     comm = new_ring_comm(arguments, timeline)
-    head_dim, _ = head_sizes(arguments)
-    kind = device, model_dtype(arguments), head_dim
     shapes = _shapes_of(arguments, place)
-    attention = select_attention(*kind, arguments.hdp_attention, comm, shapes)
-    attention = with_float32_rings(attention, arguments.hdp_float32_rings_from, *kind, shapes)
-    attention = with_own_ring(attention, *kind, shapes)
+    attention = select_attention(shapes, arguments.hdp_attention, comm)
+    attention = with_float32_rings(attention, arguments.hdp_float32_rings_from, shapes)
+    attention = with_own_ring(attention, shapes)
     if arguments.multi_latent_attention:
-        attention = with_latent_ring(attention, arguments.hdp_mla_ring, *kind, shapes)
+        attention = with_latent_ring(attention, arguments.hdp_mla_ring, shapes)
     say(f"attention: {attention}")
     _require_one_attention(attention)
     gradients = new_gradient_group(arguments) if len(chunks) > 1 else None
@@ -85,6 +83,9 @@ def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:
     head_dim, value_dim = head_sizes(arguments)
     windows, sink = layer_windows(arguments), arguments.softmax_type != "vanilla"
     return RunShapes(
+        device=compute_device(),
+        dtype=model_dtype(arguments),
+        head_dim=head_dim,
         heads=arguments.num_attention_heads // place.num_tensor_ranks,
         kv_heads=max(1, arguments.num_query_groups // place.num_tensor_ranks),
         longest=arguments.seq_length,

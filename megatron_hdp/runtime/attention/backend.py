@@ -49,38 +49,16 @@ class AttentionBackend(Protocol):
         ...
 
 
-class OneOfSeveral:
-    """A backend that hands each call on to another, the same choice on all members of a ring."""
-
-    name: str
-
-    def _chosen(
-        self, layout: TokenLayout, window: int | None, sink: torch.Tensor | None
-    ) -> AttentionBackend:
-        """Which one computes this layer of this micro-batch."""
-        raise NotImplementedError
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        comm: RingComm,
-        scale: float,
-        *,
-        window: int | None = None,
-        sink: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend`."""
-        attend = self._chosen(layout, window, sink)
-        return attend(q, k, v, layout, comm, scale, window=window, sink=sink)
-
-
 @dataclass(frozen=True)
 class RunShapes:
     """What attention meets in a run, on one rank; the defaults are for a look at a machine."""
 
+    device: torch.device
+    """A CPU or an NVIDIA GPU."""
+    dtype: torch.dtype
+    """Of queries, keys and values."""
+    head_dim: int
+    """Size of a head of queries and keys, and of values unless `value_dim` says otherwise."""
     heads: int = 4
     """Of queries."""
     kv_heads: int = 2
@@ -100,5 +78,22 @@ class RunShapes:
     value_dim: int | None = None
     """Size of a value's head where it differs from that of queries and keys."""
 
+    @property
+    def largest_head(self) -> int:
+        """Size of a head of queries, keys or values, whichever is largest."""
+        return max(self.head_dim, self.value_dim or 0)
 
-NO_RUN = RunShapes()
+    def inputs(self, num_tokens: int) -> list[torch.Tensor]:
+        """Random q, k and v, which want gradients, and the gradient of the output.
+
+        ``[t, heads, d]`` each; draws none of the run's numbers.
+        """
+        value_dim = self.value_dim or self.head_dim
+        sizes = [(self.heads, self.head_dim), (self.kv_heads, self.head_dim)]
+        sizes += [(self.kv_heads, value_dim), (self.heads, value_dim)]
+        random = torch.Generator(self.device).manual_seed(0)
+        parts = [
+            torch.randn(num_tokens, *size, generator=random, dtype=self.dtype, device=self.device)
+            for size in sizes
+        ]
+        return [*(x.requires_grad_() for x in parts[:3]), parts[3]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_hdp.runtime.attention.backend import NO_RUN, AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
 from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
 from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
 from megatron_hdp.runtime.kernels import (
@@ -48,23 +48,15 @@ class Selection:
 
 
 def select_attention(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    choice: str = "auto",
-    comm: RingComm | None = None,
-    shapes: RunShapes = NO_RUN,
+    shapes: RunShapes, choice: str = "auto", comm: RingComm | None = None
 ) -> Selection:
-    """The attention for tensors of this kind: the first that loads, fits and computes rightly.
+    """The attention of a run: the first that loads, fits and computes rightly.
 
     Args:
-        device: a CPU or an NVIDIA GPU.
-        dtype: of queries, keys and values.
-        head_dim: of queries and keys, and of values unless the shapes say otherwise.
+        shapes: what the run will ask for.
         choice: "auto", `OUR_RING`, or the one name of ``--hdp-attention`` to take.
         comm: where given, TransformerEngine must accept a ring's group over it, and is tried on
             a ring too.
-        shapes: what the run will ask for.
 
     Raises:
         ValueError: there is none, or not the one that was chosen; says why.
@@ -72,14 +64,15 @@ def select_attention(
     refused: dict[str, str] = {}
     for name in _SEVERAL.get(choice, (choice,)):
         try:
-            backend = _LOADERS[name](device, dtype, max(head_dim, shapes.value_dim or 0), comm)
-            if shapes.value_dim not in (None, head_dim) and isinstance(backend, RingAttention):
+            backend = _LOADERS[name](shapes, comm)
+            differ = shapes.value_dim not in (None, shapes.head_dim)
+            if differ and isinstance(backend, RingAttention):
                 backend = RingAttention(PaddedKernel(backend.kernel))
-            try_out(backend, device, dtype, head_dim, shapes)
+            try_out(backend, shapes)
             notes: tuple[str, ...] = ()
             if isinstance(backend, TransformerEngineAttention):
                 if comm is not None and shapes.num_ranks > 1:
-                    try_out_ring(backend, comm, device, dtype, head_dim, shapes)
+                    try_out_ring(backend, comm, shapes)
                 notes = backend.check(shapes)
         except _REFUSALS as error:
             why = " ".join(str(error).split())
@@ -94,49 +87,43 @@ def select_attention(
         else "install or repair it, or choose --hdp-attention auto"
     )
     raise ValueError(
-        f"no attention for {str(dtype).removeprefix('torch.')} on device '{device}' with head "
-        f"dimension {head_dim}, --hdp-attention {choice}:{reasons}\n{remedy}"
+        f"no attention for {str(shapes.dtype).removeprefix('torch.')} on device '{shapes.device}' "
+        f"with head dimension {shapes.head_dim}, --hdp-attention {choice}:{reasons}\n{remedy}"
     )
 
 
-def _transformer_engine(
-    device: torch.device, dtype: torch.dtype, head_dim: int, comm: RingComm | None
-) -> AttentionBackend:
-    _require_gpu(device)
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"found {dtype}; it computes in bfloat16 and float16")
+def _transformer_engine(shapes: RunShapes, comm: RingComm | None) -> AttentionBackend:
+    _require_gpu(shapes)
+    if shapes.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"found {shapes.dtype}; it computes in bfloat16 and float16")
     if comm is not None:
         group = RingGroup(comm, tuple(range(comm.group.size())))
         group.require_acceptance()
         group.release()
-    return TransformerEngineAttention(device)
+    return TransformerEngineAttention(shapes.device)
 
 
-def _flash_attn(
-    device: torch.device, dtype: torch.dtype, head_dim: int, comm: RingComm | None
-) -> AttentionBackend:
-    _require_gpu(device)
-    if (why := refusal(dtype, head_dim)) is not None:
+def _flash_attn(shapes: RunShapes, comm: RingComm | None) -> AttentionBackend:
+    _require_gpu(shapes)
+    if (why := refusal(shapes.dtype, shapes.largest_head)) is not None:
         raise ValueError(why)
     return RingAttention(FlashAttnKernel())
 
 
-def _torch(
-    device: torch.device, dtype: torch.dtype, head_dim: int, comm: RingComm | None
-) -> AttentionBackend:
-    if device.type == "cpu":
+def _torch(shapes: RunShapes, comm: RingComm | None) -> AttentionBackend:
+    if shapes.device.type == "cpu":
         return RingAttention(CpuFlashKernel())
-    _require_gpu(device)
-    flash = refusal(dtype, head_dim) is None
+    _require_gpu(shapes)
+    flash = refusal(shapes.dtype, shapes.largest_head) is None
     return RingAttention(TorchFlashKernel() if flash else MatmulKernel())
 
 
-def _require_gpu(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ValueError(f"found device '{device}'; it needs an NVIDIA GPU")
+def _require_gpu(shapes: RunShapes) -> None:
+    if shapes.device.type != "cuda":
+        raise ValueError(f"found device '{shapes.device}'; it needs an NVIDIA GPU")
 
 
-_Loader = Callable[[torch.device, torch.dtype, int, RingComm | None], AttentionBackend]
+_Loader = Callable[[RunShapes, RingComm | None], AttentionBackend]
 _LOADERS: dict[str, _Loader] = {  # in order of preference
     "transformer-engine": _transformer_engine,
     "flash-attn": _flash_attn,

@@ -8,6 +8,7 @@ in our own ring: nothing before it sees it, and the loss leaves it out.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -66,16 +67,12 @@ class TransformerEngineAttention:
         if q.shape[0] != layout.num_tokens:
             raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
         if not layout.ring_slices:
-            return self._local(q, k, v, layout.local_segments, scale)
+            return self._local((q, k, v), layout.local_segments, scale)
         if not layout.local_lengths:
-            return self._ring(q, k, v, layout, comm, scale)
-        parts = [layout.ring_tokens, layout.num_tokens - layout.ring_tokens]
-        q_ring, q_local = q.split(parts)
-        k_ring, k_local = k.split(parts)
-        v_ring, v_local = v.split(parts)
-        in_ring = self._ring(q_ring, k_ring, v_ring, layout, comm, scale)
-        local = self._local(q_local, k_local, v_local, layout.local_segments, scale)
-        return torch.cat((in_ring, local))
+            return self._ring((q, k, v), layout, comm, scale)
+        in_ring = self._ring([x[: layout.ring_tokens] for x in (q, k, v)], layout, comm, scale)
+        alone = [x[layout.ring_tokens :] for x in (q, k, v)]
+        return torch.cat((in_ring, self._local(alone, layout.local_segments, scale)))
 
     def check(self, shapes: RunShapes) -> tuple[str, ...]:
         """Asks for kernels for the largest micro-batches of a run, after the trial of this backend.
@@ -110,36 +107,23 @@ class TransformerEngineAttention:
         return tuple(notes)
 
     def _ring(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layout: TokenLayout,
-        comm: RingComm,
-        scale: float,
+        self, qkv: Sequence[torch.Tensor], layout: TokenLayout, comm: RingComm, scale: float
     ) -> torch.Tensor:
-        module = self._module("ring", q, v, scale)
+        module = self._module("ring", qkv, scale)
         if self._groups is None or self._groups.comm is not comm:
             self._groups = RingGroups(comm)
         group = self._groups.of(layout.ring)
         module.set_context_parallel_group(group, group.members, self._stream, "p2p")
         with self._choices.made_for("ring"):
-            return _attend(module, q, k, v, layout.whole_segments, is_ring=True)
+            return _attend(module, qkv, layout.whole_segments, is_ring=True)
 
-    def _local(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: Segments,
-        scale: float,
-    ) -> torch.Tensor:
-        module = self._module("local", q, v, scale)
+    def _local(self, qkv: Sequence[torch.Tensor], segments: Segments, scale: float) -> torch.Tensor:
+        module = self._module("local", qkv, scale)
         with self._choices.made_for("local"):
-            return _attend(module, q, k, v, segments, is_ring=False)
+            return _attend(module, qkv, segments, is_ring=False)
 
-    def _module(self, kind: str, q: torch.Tensor, v: torch.Tensor, scale: float) -> torch.nn.Module:
-        (_, heads, head_dim), (_, kv_heads, value_dim) = q.shape, v.shape
+    def _module(self, kind: str, qkv: Sequence[torch.Tensor], scale: float) -> torch.nn.Module:
+        (_, heads, head_dim), (_, kv_heads, value_dim) = qkv[0].shape, qkv[2].shape
         key = (kind, heads, kv_heads, head_dim, value_dim, scale)
         if key not in self._modules:
             self._modules[key] = self._new_module(
@@ -195,12 +179,7 @@ def _require_kernels(choices: KernelChoices, kind: str, degree: int, shapes: Run
 
 
 def _attend(
-    module: torch.nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segments: Segments,
-    is_ring: bool,
+    module: torch.nn.Module, qkv: Sequence[torch.Tensor], segments: Segments, is_ring: bool
 ) -> torch.Tensor:
     """One call; with a ring, `segments` are whole sequences, of which q, k and v hold slices."""
     # it plans anew for every number of sequences; deterministic, it wants memory for each of them
@@ -209,9 +188,7 @@ def _attend(
     # rings want offsets of padded lengths; the same object tells that there is nothing between
     padded = {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": offsets} if is_ring else {}
     out = module(
-        _canonical(q),
-        _canonical(k),
-        _canonical(v),
+        *map(_canonical, qkv),
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
         max_seqlen_q=longest,
@@ -219,7 +196,7 @@ def _attend(
         pad_between_seqs=False,
         **padded,
     )
-    return out.view(*q.shape[:2], v.shape[-1])
+    return out.view(*qkv[0].shape[:2], qkv[2].shape[-1])
 
 
 def _canonical(x: torch.Tensor) -> torch.Tensor:

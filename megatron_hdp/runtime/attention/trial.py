@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.attention.backend import NO_RUN, AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
 from megatron_hdp.runtime.kernels import MatmulKernel, PaddedKernel
 from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout, Transfer
 
@@ -22,13 +22,7 @@ _TOLERANCE = 2e-2  # bfloat16 keeps 8 bits
 _Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def try_out(
-    backend: AttentionBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    shapes: RunShapes = NO_RUN,
-) -> None:
+def try_out(backend: AttentionBackend, shapes: RunShapes) -> None:
     """Tries whole sequences, with the run's heads; our own ring also with a window and with a sink.
 
     These two only where the run has them.
@@ -36,20 +30,22 @@ def try_out(
     Raises:
         RuntimeError: output or gradients differ; the message says by how much.
     """
-    layout = TokenLayout((0,), 0, (), _LENGTHS, device)
-    no_ring: Any = None  # nothing is sent
+    layout = TokenLayout((0,), 0, (), _LENGTHS, shapes.device)
+    nobody: Any = None  # nothing is sent
     exact = _exact()
-    scale = head_dim**-0.5
-    inputs = _random(device, dtype, head_dim, shapes)
+    inputs = shapes.inputs(sum(_LENGTHS))
     kinds: dict[str, dict[str, Any]] = {"": {}}
     if isinstance(backend, RingAttention):
         if shapes.windows:
             kinds[" in a window"] = {"window": _WINDOW}
-            kinds[" in a window, with a halo"] = {"window": _WINDOW, **_with_halo(device)}
+            # slices of a ring of two, the other an echo: queries see keys before the first
+            halo = TokenLayout((0, 1), 0, _LENGTHS, (), shapes.device)
+            of_two = {"layout": halo, "comm": EchoComm(nobody)}
+            kinds[" in a window, with a halo"] = {"window": _WINDOW, **of_two}
         if shapes.sink:
-            kinds[" with a sink"] = {"sink": inputs[0][0, :, 0]}
+            kinds[" with a sink"] = {"sink": inputs[0][0, :, 0].detach()}
     for kind, how in kinds.items():
-        how = {"layout": layout, "comm": no_ring, "scale": scale} | how
+        how = {"layout": layout, "comm": nobody, "scale": shapes.head_dim**-0.5, **how}
         _compare(
             backend.name,
             f"{_LENGTHS} tokens{kind}",
@@ -59,20 +55,7 @@ def try_out(
         )
 
 
-def _with_halo(device: torch.device) -> dict[str, Any]:
-    """Slices of a ring of two, whose other member is an echo: queries see keys before the first."""
-    no_group: Any = None  # nothing is sent
-    return {"layout": TokenLayout((0, 1), 0, _LENGTHS, (), device), "comm": EchoComm(no_group)}
-
-
-def try_out_ring(
-    backend: AttentionBackend,
-    comm: RingComm,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    shapes: RunShapes,
-) -> None:
+def try_out_ring(backend: AttentionBackend, comm: RingComm, shapes: RunShapes) -> None:
     """Tries a ring of two whose other member is an echo of this rank; nothing is sent.
 
     Place 0 then meets its own keys and values as the other member's, which is attention over
@@ -83,20 +66,17 @@ def try_out_ring(
     Args:
         backend: it sends and receives by `comm` or a `ring.RingGroup` over it.
         comm: over two HDP ranks at least; only its list of ranks is used.
-        device: of the tensors.
-        dtype: of the tensors.
-        head_dim: of queries, keys and values.
         shapes: the run's heads.
 
     Raises:
         RuntimeError: output or gradients differ; the message says by how much.
     """
     me = dist.get_rank(comm.group)
-    layout = TokenLayout((me, 1 if me == 0 else 0), 0, _LENGTHS, (), device)
-    whole = TokenLayout((me,), 0, (), tuple(2 * n for n in _LENGTHS), device)
+    layout = TokenLayout((me, 1 if me == 0 else 0), 0, _LENGTHS, (), shapes.device)
+    whole = TokenLayout((me,), 0, (), tuple(2 * n for n in _LENGTHS), shapes.device)
     echo = EchoComm(comm.group)
     exact = _exact()
-    scale = head_dim**-0.5
+    scale = shapes.head_dim**-0.5
 
     def by_definition(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, adds_tail: bool
@@ -115,7 +95,7 @@ def try_out_ring(
         f"a ring of two, {_LENGTHS} tokens",
         lambda q, k, v: backend(q, k, v, layout, echo, scale),
         [partial(by_definition, adds_tail=adds_tail) for adds_tail in (False, True)],
-        _random(device, dtype, head_dim, shapes),
+        shapes.inputs(sum(_LENGTHS)),
     )
 
 
@@ -151,17 +131,6 @@ def _exact() -> RingAttention:
     return RingAttention(PaddedKernel(MatmulKernel()))
 
 
-def _random(
-    device: torch.device, dtype: torch.dtype, head_dim: int, shapes: RunShapes
-) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output; draws none of the run's numbers."""
-    random = torch.Generator().manual_seed(0)
-    heads, kv_heads, value_dim = shapes.heads, shapes.kv_heads, shapes.value_dim or head_dim
-    of_heads = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)
-    sizes = [(sum(_LENGTHS), *size) for size in of_heads]
-    return [torch.randn(size, generator=random).to(device, dtype) for size in sizes]
-
-
 def _compare(
     name: str, trial: str, found: _Attend, expected: Sequence[_Attend], inputs: list[torch.Tensor]
 ) -> None:
@@ -169,9 +138,8 @@ def _compare(
     *qkv, dout = inputs
 
     def results_of(attend: _Attend) -> list[torch.Tensor]:
-        q, k, v = (x.clone().requires_grad_() for x in qkv)
-        out = attend(q, k, v)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+        out = attend(*qkv)
+        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
 
     wanted = zip(*map(results_of, expected), strict=True)
     for what, result, right in zip(

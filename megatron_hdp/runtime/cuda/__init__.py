@@ -1,4 +1,4 @@
-"""What is decided in the environment before CUDA starts; each setting has its module and reason.
+"""What is decided in the environment before CUDA starts; each setting has its function and reason.
 
 `prepare` decides, `describe` tells people. Nothing here imports torch, so that it can run first.
 

@@ -28,14 +28,6 @@ class Run:
     """Megatron registers buffers for gradients with NCCL (``--use-nccl-ub``)."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a run sets a variable to."""
-
-    value: str
-    why: str
-
-
 def compute_capability() -> Capability | None:
     """The capability of this machine's first GPU, from its driver: CUDA is not started.
 

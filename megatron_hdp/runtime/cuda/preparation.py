@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from dataclasses import replace
 
-from megatron_hdp.runtime.cuda import allocator
-from megatron_hdp.runtime.cuda.device import EAGER, Capability, Run, Setting, loading_mode
-from megatron_hdp.runtime.cuda.start import Connections, ModuleLoading
+from megatron_hdp.runtime.cuda.device import EAGER, Capability, Run, loading_mode
+from megatron_hdp.runtime.cuda.settings import MEMORY, MODULES, SETTINGS, Wish, doubt, obstacle
 
 
 def prepare(run: Run, environment: MutableMapping[str, str] = os.environ) -> list[str]:
@@ -28,20 +27,34 @@ def prepare(run: Run, environment: MutableMapping[str, str] = os.environ) -> lis
     Raises:
         ValueError: a variable is set to what CUDA does not take.
     """
-    lines = []
+    wishes = [wish for wanted in SETTINGS.values() if (wish := wanted(run)) is not None]
     mode = loading_mode() if run.capability is not None else None
-    for setting in (Connections, ModuleLoading):
-        want, name = setting.wanted(run), setting.variable
-        if want is None:
-            continue
-        if name in environment:
-            lines.append(setting.doubt(want, environment))
-        elif mode is None:
-            environment[name] = want.value
-        elif not (setting is ModuleLoading and mode == EAGER):
-            lines.append(_too_late(name, want))
-    lines.append(_prepare_allocator(run, environment))
+    lines = [_prepare(wish, run, environment, mode) for wish in wishes]
     return [line for line in lines if line is not None]
+
+
+def _prepare(
+    wish: Wish, run: Run, environment: MutableMapping[str, str], mode: int | None
+) -> str | None:
+    name, found = wish.names[0], wish.found_in(environment)
+    if found is not None:
+        return doubt(wish, found, environment[found])
+    why_not = obstacle(wish, run, environment)
+    if why_not is not None:
+        return f"{wish.value} is left out, and fragments may cost memory: {why_not}"
+    if name == MODULES and mode == EAGER:
+        return None
+    if mode is not None and name != MEMORY:
+        return (
+            f"CUDA started before {name} could be set: export {name}={wish.value}, or start with "
+            f"`python -m megatron_hdp run`: {wish.why}"
+        )
+    environment[name] = wish.value
+    torch = sys.modules.get("torch")
+    if name == MEMORY and torch is not None:  # it read the variable when it was imported
+        tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.9 on
+        (tell or torch.cuda.memory._set_allocator_settings)(wish.value)
+    return None
 
 
 def describe(
@@ -53,56 +66,22 @@ def describe(
         capability: of this machine's GPUs; None where there is none.
         environment: of this process.
     """
-    labels = ("CUDA connections", "CUDA modules", "CUDA allocator")
     if capability is None:
-        return dict.fromkeys(labels, "no matter without a GPU")
-    run = Run(capability=capability, hybrid_data_parallel=True)
-    lines = []
-    for setting in (Connections, ModuleLoading):
-        want = setting.wanted(run)
-        assert want is not None
-        lines.append(_words(environment.get(setting.variable), setting.values(run), want.why))
-    want, name = allocator.wanted(run), allocator.found_in(environment)
-    assert want is not None
-    obstacle = allocator.obstacle(run, environment)
-    if name is None and obstacle is not None:
-        lines.append(f"{want.value} is left out: {obstacle}")
-    else:
-        found = None if name is None else environment[name]
-        lines.append(_words(found, f"{want.value} with HDP", want.why))
-    return dict(zip(labels, lines, strict=True))
-
-
-def _words(found: str | None, wants: str, why: str) -> str:
-    if found is None:
-        return f"not set: a run sets {wants}: {why}"
-    return f"{found} is set and kept; a run would set {wants}: {why}"
-
-
-def _prepare_allocator(run: Run, environment: MutableMapping[str, str]) -> str | None:
-    want = allocator.wanted(run)
-    if want is None:
-        return None
-    if allocator.found_in(environment) is not None:
-        return allocator.doubt(want, environment)
-    obstacle = allocator.obstacle(run, environment)
-    if obstacle is not None:
-        return f"{want.value} is left out, and fragments may cost memory: {obstacle}"
-    environment[allocator.VARIABLE] = want.value
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        _tell(torch, want.value)
-    return None
-
-
-def _tell(torch: Any, settings: str) -> None:
-    """PyTorch reads the variable when it is imported; afterwards its allocator can be told."""
-    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.9 on
-    (tell or torch.cuda.memory._set_allocator_settings)(settings)
-
-
-def _too_late(name: str, want: Setting) -> str:
-    return (
-        f"CUDA started before {name} could be set: export {name}={want.value}, or start with "
-        f"`python -m megatron_hdp run`: {want.why}"
-    )
+        return dict.fromkeys(SETTINGS, "no matter without a GPU")
+    run, lines = Run(capability=capability, hybrid_data_parallel=True), {}
+    for label, wanted in SETTINGS.items():
+        wish, parallel = wanted(run), wanted(replace(run, tensor_parallel=True))
+        assert wish is not None and parallel is not None
+        wants = f"{wish.value} with HDP"
+        if parallel.value != wish.value:
+            wants += f", {parallel.value} with tensor parallelism"
+        found, why_not = wish.found_in(environment), obstacle(wish, run, environment)
+        if found is not None:
+            lines[label] = f"{environment[found]} is set and kept; a run would set {wants}"
+        elif why_not is not None:
+            lines[label] = f"{wish.value} is left out: {why_not}"
+            continue
+        else:
+            lines[label] = f"not set: a run sets {wants}"
+        lines[label] += f": {wish.why}"
+    return lines

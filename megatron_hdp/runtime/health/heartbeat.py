@@ -14,13 +14,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.runtime.health.device_watch import Answer, DeviceWatch
+from megatron_hdp.runtime.device_progress import Reached
 from megatron_hdp.runtime.health.diagnosis import Status, missing_ranks, name_of, stalled_ranks
 from megatron_hdp.runtime.health.store import HeartbeatStore
 from megatron_hdp.runtime.timeline import CHECKPOINT, MEETING, START, WAITS, Timeline
@@ -39,6 +40,45 @@ _UNHURRIED = frozenset({START, CHECKPOINT})
 
 class RankFailure(RuntimeError):
     """Another rank keeps the job from going on; the message says which one and why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found, and since when it holds."""
+
+    reached: Reached
+    asked_at: float
+    """In seconds of `time.monotonic`, before it was asked."""
+
+
+class DeviceWatch(threading.Thread):
+    """A thread that asks how far the device has come, which may block; `answer` never waits.
+
+    Args:
+        ask: how far the device has come; None as long as there is none.
+        interval_s: seconds between two questions.
+
+    Attributes:
+        answer: the latest; None before the first.
+    """
+
+    def __init__(self, ask: Callable[[], Reached | None], interval_s: float) -> None:
+        super().__init__(name="heartbeat-device", daemon=True)
+        self._ask = ask
+        self._interval_s = interval_s
+        self._ends = threading.Event()
+        self.answer: Answer | None = None
+
+    def stop(self) -> None:
+        """Ends the thread, once a question that blocks is answered; waits for nothing."""
+        self._ends.set()
+
+    def run(self) -> None:
+        """Asks until it is stopped."""
+        while not self._ends.wait(self._interval_s):
+            asked_at = time.monotonic()
+            reached = self._ask()
+            self.answer = None if reached is None else Answer(reached, asked_at)
 
 
 class Heartbeat:

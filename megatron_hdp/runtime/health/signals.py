@@ -78,14 +78,13 @@ class StopSignals:
     def _listen(self) -> None:
         while numbers := self._reader.recv(64):  # what C's handler wrote: a byte a signal
             for number in numbers:
-                self._count(number)
+                if number in SIGNALS:  # not of another handler in this process
+                    self._count(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
     def _count(self, number: int) -> None:
-        if number not in SIGNALS:
-            return  # of another handler in this process
         self._received = number
         if number != signal.SIGINT:
             return

@@ -7,13 +7,15 @@ from megatron_hdp.runtime.kernels.block import AttentionKernel, CpuFlashKernel
 from megatron_hdp.runtime.kernels.flash import FlashAttnKernel, TorchFlashKernel, refusal
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
 from megatron_hdp.runtime.kernels.padded import PaddedKernel
-from megatron_hdp.runtime.kernels.segments import Block, Segments
+from megatron_hdp.runtime.kernels.segments import Block, Forward, Gradients, Segments
 
 __all__ = [
     "AttentionKernel",
     "Block",
     "CpuFlashKernel",
     "FlashAttnKernel",
+    "Forward",
+    "Gradients",
     "MatmulKernel",
     "PaddedKernel",
     "Segments",

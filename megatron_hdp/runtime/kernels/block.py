@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
-from megatron_hdp.runtime.kernels.segments import Block
+from megatron_hdp.runtime.kernels.segments import Block, Forward, Gradients
 
 
 class AttentionKernel(Protocol):
@@ -31,18 +31,8 @@ class AttentionKernel(Protocol):
         """(out, lse) of the block."""
         ...
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(dq, dk, dv) of the block, given output and LSE over all blocks."""
+    def backward(self, dout: torch.Tensor, of: Forward, block: Block, scale: float) -> Gradients:
+        """(dq, dk, dv) of the block."""
         ...
 
 
@@ -67,30 +57,16 @@ class CpuFlashKernel:
             lses.append(lse[0].transpose(0, 1))
         return torch.cat(outs), torch.cat(lses)
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, of: Forward, block: Block, scale: float) -> Gradients:
         """See `AttentionKernel.backward`."""
         if block.window is not None:
-            return MatmulKernel().backward(dout, q, k, v, out, lse, block, scale)
-        by_query = [x.split(block.q_segments.lengths) for x in (dout, q, out, lse)]
-        by_key = [x.split(block.k_segments.lengths) for x in (k, v)]
+            return MatmulKernel().backward(dout, of, block, scale)
+        by_query = [x.split(block.q_segments.lengths) for x in (dout, of.q, of.out, of.lse)]
+        by_key = [x.split(block.k_segments.lengths) for x in (of.k, of.v)]
         blocks = []
         for dout_s, q_s, out_s, lse_s, k_s, v_s in zip(*by_query, *by_key, strict=True):
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _batched(dout_s),
-                _batched(q_s),
-                _batched(k_s),
-                _batched(v_s),
-                _batched(out_s),
+                *map(_batched, (dout_s, q_s, k_s, v_s, out_s)),
                 lse_s.transpose(0, 1)[None],
                 0.0,
                 block.causal,

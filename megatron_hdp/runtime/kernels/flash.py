@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.runtime.kernels.segments import Block
+from megatron_hdp.runtime.kernels.segments import Block, Forward, Gradients
 
 _OLDEST_FLASH_ATTN = (2, 7)  # window sizes as two arguments, four results
 
@@ -19,7 +19,8 @@ _OLDEST_FLASH_ATTN = (2, 7)  # window sizes as two arguments, four results
 def refusal(dtype: torch.dtype, head_dim: int) -> str | None:
     """Why flash kernels cannot serve such inputs, or None."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"found {_short(dtype)}; flash kernels compute in bfloat16 and float16"
+        name = str(dtype).removeprefix("torch.")
+        return f"found {name}; flash kernels compute in bfloat16 and float16"
     if head_dim % 8 or head_dim > 256:
         return f"found head dimension {head_dim}; flash kernels take multiples of 8 up to 256"
     return None
@@ -35,13 +36,7 @@ class TorchFlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.forward`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            block.q_segments.offsets,
-            block.k_segments.offsets,
-            block.q_segments.longest,
-            block.k_segments.longest,
+            *(q, k, v, *_lengths(block)),
             0.0,  # dropout
             block.causal,
             False,  # no debug mask
@@ -50,30 +45,15 @@ class TorchFlashKernel:
         )
         return out, lse.transpose(0, 1)
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, of: Forward, block: Block, scale: float) -> Gradients:
         """See `kernels.AttentionKernel.backward`."""
-        random_state = torch.empty(2, dtype=torch.uint64, device=q.device)  # read with dropout only
+        *tensors, lse = of
+        random_state = torch.empty(2, dtype=torch.uint64, device=dout.device)  # read with dropout
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout,
-            q,
-            k,
-            v,
-            out,
+            *tensors,
             lse.transpose(0, 1).contiguous(),
-            block.q_segments.offsets,
-            block.k_segments.offsets,
-            block.q_segments.longest,
-            block.k_segments.longest,
+            *_lengths(block),
             0.0,
             block.causal,
             random_state,
@@ -107,13 +87,7 @@ class FlashAttnKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.AttentionKernel.forward`."""
         out, lse, *_ = self._interface._flash_attn_varlen_forward(
-            q,
-            k,
-            v,
-            block.q_segments.offsets,
-            block.k_segments.offsets,
-            block.q_segments.longest,
-            block.k_segments.longest,
+            *(q, k, v, *_lengths(block)),
             dropout_p=0.0,
             softmax_scale=scale,
             causal=block.causal,
@@ -121,33 +95,16 @@ class FlashAttnKernel:
         )
         return out, lse.transpose(0, 1)
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, of: Forward, block: Block, scale: float) -> Gradients:
         """See `kernels.AttentionKernel.backward`."""
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        *tensors, lse = of
+        gradients = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in of[:3])
         self._interface._flash_attn_varlen_backward(
             dout,
-            q,
-            k,
-            v,
-            out,
+            *tensors,
             lse.transpose(0, 1).contiguous(),
-            dq,
-            dk,
-            dv,
-            block.q_segments.offsets,
-            block.k_segments.offsets,
-            block.q_segments.longest,
-            block.k_segments.longest,
+            *gradients,
+            *_lengths(block),
             dropout_p=0.0,
             softmax_scale=scale,
             causal=block.causal,
@@ -156,14 +113,17 @@ class FlashAttnKernel:
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
+        dq, dk, dv = gradients
         return dq, dk, dv
+
+
+def _lengths(block: Block) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Offsets of queries and keys, then the longest segment of either."""
+    queries, keys = block.q_segments, block.k_segments
+    return queries.offsets, keys.offsets, queries.longest, keys.longest
 
 
 def _sides(window: int | None, none: int | None = None) -> dict[str, int | None]:
     """The window as keys before and behind the query's own; without one, `none` on both sides."""
     before, behind = (none, none) if window is None else (window - 1, 0)
     return {"window_size_left": before, "window_size_right": behind}
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

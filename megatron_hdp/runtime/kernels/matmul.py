@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_hdp.runtime.kernels.segments import Block
+from megatron_hdp.runtime.kernels.segments import Block, Forward, Gradients
 
 _MAX_SCORES = 1 << 25  # at a time: 128 MiB in float32
 _SHORTEST = 64  # queries at a time with a window, however short
@@ -34,18 +34,9 @@ class MatmulKernel:
             lse[rows] = _to_rows(chunk_lse)[..., 0]
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, of: Forward, block: Block, scale: float) -> Gradients:
         """See `kernels.AttentionKernel.backward`."""
+        q, k, v, out, lse = of
         groups = k.shape[1]
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (k, v))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as functional
 
 from megatron_hdp.runtime.kernels.block import AttentionKernel
-from megatron_hdp.runtime.kernels.segments import Block
+from megatron_hdp.runtime.kernels.segments import Block, Forward, Gradients
 
 
 class PaddedKernel:
@@ -29,32 +29,17 @@ class PaddedKernel:
         out, lse = self.kernel.forward(q_filled, k_filled, v_filled, block, scale)
         return _cut(out, v.shape[-1]), lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, of: Forward, block: Block, scale: float) -> Gradients:
         """See `AttentionKernel.backward`."""
-        size = max(q.shape[-1], v.shape[-1])
-        dout, q_filled, k_filled, v_filled, out = _filled(size, dout, q, k, v, out)
-        dq, dk, dv = self.kernel.backward(
-            dout, q_filled, k_filled, v_filled, out, lse, block, scale
-        )
-        return _cut(dq, q.shape[-1]), _cut(dk, k.shape[-1]), _cut(dv, v.shape[-1])
+        size = max(of.q.shape[-1], of.v.shape[-1])
+        dout, q, k, v, out = _filled(size, dout, *of[:4])
+        gradients = self.kernel.backward(dout, Forward(q, k, v, out, of.lse), block, scale)
+        dq, dk, dv = (_cut(x, y.shape[-1]) for x, y in zip(gradients, of[:3], strict=True))
+        return dq, dk, dv
 
 
 def _filled(size: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [x if x.shape[-1] == size else _widened(x, size) for x in tensors]
-
-
-def _widened(x: torch.Tensor, size: int) -> torch.Tensor:
-    return functional.pad(x, (0, size - x.shape[-1]))
+    return [functional.pad(x, (0, size - x.shape[-1])) for x in tensors]
 
 
 def _cut(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from megatron_hdp.runtime.host_to_device import to_device
 
 _SMALLEST_PACK = 8
+
+Gradients: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of queries, keys and values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,16 @@ class Block:
     """Whether the last query of a segment sees its last key, and each one before sees one less."""
     window: int | None = None
     """With `causal`: how many keys a query sees, the last of them its own."""
+
+
+class Forward(NamedTuple):
+    """Inputs of attention, and its results over *all* blocks, as their backward wants them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 def bucket(num_segments: int) -> int:

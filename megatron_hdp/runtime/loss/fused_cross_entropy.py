@@ -1,24 +1,10 @@
 """Cross entropy straight from hidden states: a linear layer's logits exist only chunk by chunk.
 
-The logits of 64K tokens over a vocabulary of 128K are 16 GiB in bfloat16, and the usual loss makes
-two float32 tensors of their shape. Here tokens are taken in chunks; each chunk's logits are made,
-turned in place into the loss's gradient by them, multiplied into the gradients of hidden states and
-weights, and overwritten by the next chunk's.
-
-Gradients are made **in the forward**, for a loss of weight 1, and backward only scales them. What
-is held in between is the hidden states' gradient and the weights', unless there is a tensor in
-which all gradients of the weights are summed: then chunks are added to that. Backward could instead
-make the logits once more (as cut-cross-entropy does, in blocks that never leave the chip): then
-only a number a token is held, at the price of a fourth matrix product. But the stage that has the
-loss runs backward right after forward, so nothing else is alive in between, and a third more time
-would be felt. It follows that the loss must be *one number*: with one a token, backward would have
-to weigh tokens inside a sum over them that is already taken.
-
-Liger-Kernel's way is this one, too. It takes as many tokens a chunk as keep the logits at the size
-of the hidden states, by default sums the chunks' weight gradients in the weights' precision, and
-knows no shared vocabulary. Here a chunk is as large as memory easily affords, because every chunk
-reads and writes the whole float32 sum of the weights' gradient (see `LOGITS_BYTES`), and ranks that
-share the vocabulary exchange three numbers a token, once a chunk.
+Each chunk's logits are made, turned in place into the loss's gradient by them, multiplied into the
+gradients of hidden states and weights, and overwritten by the next chunk's. Gradients are made **in
+the forward**, for a loss of weight 1, and backward only scales them. It follows that the loss must
+be *one number*: with one a token, backward would have to weigh tokens inside a sum over them that
+is already taken. Reasons: `docs/design/loss.md`.
 """
 
 from __future__ import annotations
@@ -27,11 +13,12 @@ import functools
 import importlib.util
 import warnings
 from subprocess import SubprocessError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.runtime.loss.rows import TorchRows
 from megatron_hdp.runtime.loss.sums import LossSums
 
 LOGITS_BYTES = {"cpu": 2**24, "cuda": 2**30}
@@ -47,73 +34,7 @@ what a cache holds between the passes over it.
 _EVEN_TOKENS = 64  # chunks but the last are a multiple of this, where the bound allows it
 
 
-class Rows(Protocol):
-    """The elementwise work on a chunk's logits ``[c, V]``; one row is one token.
-
-    `columns` ``[c]`` int64 is where a token's label stands in this rank's part of the vocabulary,
-    below 0 or from V on where it does not. Figures of rows have at least float32.
-    """
-
-    def statistics(
-        self, logits: torch.Tensor, columns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, figures): what `gradient` works on, and ``[3, c]``.
-
-        The figures are the largest logit, the sum of ``exp(logit - largest)``, and the label's
-        logit, 0 where it is not here. `logits` may be overwritten.
-        """
-        ...
-
-    def gradient(
-        self,
-        scores: torch.Tensor,
-        figures: torch.Tensor,
-        columns: torch.Tensor,
-        log_sums: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        """Makes `scores`, in place, the gradient of ``sum(weights * loss)`` by the logits.
-
-        `log_sums` ``[c]`` are over the whole vocabulary, `weights` ``[c]`` the tokens'.
-        """
-        ...
-
-
-class TorchRows:
-    """`Rows` in plain PyTorch, for any device and precision: the reference."""
-
-    def statistics(
-        self, logits: torch.Tensor, columns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Rows.statistics`; the scores are ``exp(logit - largest)``, at least float32."""
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        column, here = _inside(columns, scores.shape[1])
-        targets = scores.gather(1, column[:, None])[:, 0] * here
-        largest = scores.amax(1)
-        scores.sub_(largest[:, None]).exp_()
-        return scores, torch.stack((largest, scores.sum(1), targets))
-
-    def gradient(
-        self,
-        scores: torch.Tensor,
-        figures: torch.Tensor,
-        columns: torch.Tensor,
-        log_sums: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> None:
-        """See `Rows.gradient`."""
-        column, here = _inside(columns, scores.shape[1])
-        scores.mul_((weights * (figures[0] - log_sums).exp())[:, None])
-        scores.scatter_add_(1, column[:, None], -(weights * here)[:, None])
-
-
-def _inside(columns: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a column that exists, whether it is the one asked for)."""
-    here = (columns >= 0) & (columns < num_columns)
-    return columns.clamp(0, num_columns - 1), here
-
-
-def rows_for(device: torch.device, dtype: torch.dtype) -> Rows:
+def rows_for(device: torch.device, dtype: torch.dtype) -> TorchRows:
     """The elementwise work for logits of this kind: Triton kernels on GPUs, else plain PyTorch."""
     if device.type != "cuda" or dtype == torch.float64:
         return TorchRows()
@@ -121,7 +42,7 @@ def rows_for(device: torch.device, dtype: torch.dtype) -> Rows:
 
 
 @functools.cache
-def _triton_rows(device: torch.device) -> Rows:
+def _triton_rows(device: torch.device) -> TorchRows:
     """Triton's kernels if they work here; otherwise the plain version, and a warning."""
     if importlib.util.find_spec("triton") is None:
         reason = "triton is not installed"
@@ -189,13 +110,18 @@ def linear_cross_entropy(
             f"found hidden states {tuple(hidden.shape)}, labels {tuple(labels.shape)}, loss mask "
             f"{tuple(loss_mask.shape)}; expected one label and one mask entry a hidden state"
         )
-    if logits_bytes is None:
-        logits_bytes = LOGITS_BYTES.get(weight.device.type, LOGITS_BYTES["cpu"])
-    chunk = chunk_tokens(num_tokens, len(weight) * weight.itemsize, logits_bytes)
+    chunk = chunk_of(hidden, weight, logits_bytes)
     learns = torch.is_grad_enabled()  # inside of a Function it is always off
     return _LinearCrossEntropy.apply(
         hidden.to(weight.dtype), weight, labels, loss_mask, group, chunk, learns, sums, main_grad
     )
+
+
+def chunk_of(hidden: torch.Tensor, weight: torch.Tensor, logits_bytes: int | None) -> int:
+    """Tokens of a chunk whose logits take so many bytes, or `LOGITS_BYTES` of the device."""
+    if logits_bytes is None:
+        logits_bytes = LOGITS_BYTES.get(weight.device.type, LOGITS_BYTES["cpu"])
+    return chunk_tokens(len(hidden), len(weight) * weight.itemsize, logits_bytes)
 
 
 def chunk_tokens(num_tokens: int, bytes_a_token: int, logits_bytes: int) -> int:
@@ -275,7 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = torch.mul(dweight, grad, out=rounded)
         if dhidden is not None:
             dhidden.mul_(grad)
-        return dhidden, dweight, None, None, None, None, None, None, None
+        return dhidden, dweight, *[None] * 7
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

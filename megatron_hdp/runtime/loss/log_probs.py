@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.runtime.loss.fused_cross_entropy import (
-    LOGITS_BYTES,
     add_product,
-    chunk_tokens,
+    chunk_of,
     over_the_vocabulary,
     rank_in,
     rows_for,
@@ -39,14 +38,7 @@ def linear_log_probs(
     With `main_grad` backward adds the weights' gradient to it. If `weight` wants a gradient, it
     gets the weights themselves in its place, which nobody may read.
 
-    Args:
-        hidden: ``[n, H]``, the same on all ranks of the group.
-        weight: ``[V / ranks, H]``, this rank's slice of the vocabulary; logits are as precise.
-        labels: ``[n]`` token ids.
-        group: the ranks that share the vocabulary, or None where it is whole.
-        logits_bytes: bound of a chunk's logits in bytes, by default `LOGITS_BYTES` of the device.
-        main_grad: ``[V / ranks, H]``, float32 or (for float64 weights) float64, in which the
-            weights' gradients of all micro-batches are summed.
+    The arguments are those of `linear_cross_entropy`.
 
     Returns:
         ``[n]`` nats, at most 0; float32 or (for float64 weights) float64; equal on all ranks of
@@ -60,9 +52,7 @@ def linear_log_probs(
             f"found hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)}; expected "
             "one label a hidden state"
         )
-    if logits_bytes is None:
-        logits_bytes = LOGITS_BYTES.get(weight.device.type, LOGITS_BYTES["cpu"])
-    chunk = chunk_tokens(len(hidden), len(weight) * weight.itemsize, logits_bytes)
+    chunk = chunk_of(hidden, weight, logits_bytes)
     hidden = hidden.to(weight.dtype)
     found: torch.Tensor = _LinearLogProbs.apply(hidden, weight, labels, group, chunk, main_grad)
     return found

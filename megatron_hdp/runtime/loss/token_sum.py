@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.runtime.loss.fused_cross_entropy import rank_in
+from megatron_hdp.runtime.loss.rows import inside
 from megatron_hdp.runtime.loss.sums import LossSums
 
 
@@ -20,14 +22,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.dtype = logits.dtype
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         size = 1 if group is None else dist.get_world_size(group)
-        start = 0 if size == 1 else dist.get_rank(group) * logits.shape[-1]
+        start = rank_in(group) * logits.shape[-1]
         largest = logits.amax(-1, keepdim=True)
         if size > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         logits -= largest
-        column = (labels - start)[..., None]
-        here = (column >= 0) & (column < logits.shape[-1])
-        column = column.clamp(0, logits.shape[-1] - 1)
+        column, here = inside((labels - start)[..., None], logits.shape[-1])
         target = logits.gather(-1, column) * here
         probabilities = logits.exp_()
         sums = torch.stack((probabilities.sum(-1, keepdim=True), target))

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_hdp.runtime.loss.rows import TorchRows
+
 _BLOCK = 4096  # columns at a time: 32 bytes a thread in bfloat16, so that loads keep memory busy
 _NUM_WARPS = 8
 # A model has one vocabulary, so its WIDTH is a constant of the compiled kernel.
@@ -19,7 +21,7 @@ _NUM_WARPS = 8
 
 @triton.jit
 def _statistics(logits, columns, figures, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row: figures 0 to 2 of the row, see `Rows.statistics`."""
+    """One program a row: figures 0 to 2 of the row, see `TorchRows.statistics`."""
     row = tl.program_id(0).to(tl.int64)  # 64K tokens x 128K columns do not fit in 32 bits
     logits += row * WIDTH
     largest = -float("inf")
@@ -55,13 +57,13 @@ def _gradient(logits, columns, log_sums, weights, WIDTH: tl.constexpr, BLOCK: tl
     tl.store(logits + offsets, dlogits.to(logits.dtype.element_ty), mask=inside)
 
 
-class TritonRows:
-    """`Rows` of bfloat16, float16 or float32 logits; figures are float32."""
+class TritonRows(TorchRows):
+    """For bfloat16, float16 or float32 logits; figures are float32."""
 
     def statistics(
         self, logits: torch.Tensor, columns: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Rows.statistics`; the scores are the logits themselves."""
+        """See `TorchRows.statistics`; the scores are the logits themselves."""
         assert logits.is_contiguous() and logits.dtype != torch.float64
         num_rows, num_columns = logits.shape
         figures = torch.empty(3, num_rows, dtype=torch.float32, device=logits.device)
@@ -84,7 +86,7 @@ class TritonRows:
         log_sums: torch.Tensor,
         weights: torch.Tensor,
     ) -> None:
-        """See `Rows.gradient`."""
+        """See `TorchRows.gradient`."""
         num_rows, num_columns = scores.shape
         _gradient[(num_rows, triton.cdiv(num_columns, _BLOCK))](
             scores,

@@ -7,122 +7,86 @@ copy where it says so; nobody else waits for anybody.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import torch
 
 from megatron_hdp.runtime.timeline import TO_DEVICE, TO_HOST, Timeline
 
-
-class Copy(Protocol):
-    """A copy under way."""
-
-    def wait(self) -> None:
-        """What is computed after this call sees the copy done."""
-        ...
+Copy: TypeAlias = Callable[[], object]
+"""Waits for a copy under way: what is computed after the call sees it done."""
 
 
-class CopyEngine(Protocol):
-    """Starts copies between tensors ``uint8 [n]``; both must stay as they are until it is done."""
-
-    least_bytes: int
-    """Smaller tensors are not worth a copy: starting it costs more than the memory is worth."""
-
-    def to_host(self, host: torch.Tensor, device: torch.Tensor) -> Copy:
-        """Copies `device` to `host` once the compute issued so far is done."""
-        ...
-
-    def to_device(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
-        """Copies `host` to `device` likewise."""
-        ...
-
-
-class _ThreadCopy:
-    def __init__(self, future: Future[torch.Tensor]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-
-class ThreadCopyEngine:
-    """A thread for each direction. On the CPU compute is done when it returns.
+class CopyEngine:
+    """Starts copies between tensors ``uint8 [n]``; both must stay as they are until it is done.
 
     Args:
         timeline: where the copies are noted.
     """
 
-    least_bytes = 1
+    least_bytes: int
+    """Smaller tensors are not worth a copy: starting it costs more than the memory is worth."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._to_host = ThreadPoolExecutor(1, thread_name_prefix="copy-to-host")
-        self._to_device = ThreadPoolExecutor(1, thread_name_prefix="copy-to-device")
 
     def to_host(self, host: torch.Tensor, device: torch.Tensor) -> Copy:
-        """See `CopyEngine.to_host`."""
-        return self._submit(self._to_host, TO_HOST, host, device)
+        """Copies `device` to `host` once the compute issued so far is done."""
+        return self._copy(TO_HOST, host, device)
 
     def to_device(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
-        """See `CopyEngine.to_device`."""
-        return self._submit(self._to_device, TO_DEVICE, device, host)
+        """Copies `host` to `device` likewise."""
+        return self._copy(TO_DEVICE, device, host)
 
-    def _submit(
-        self, thread: ThreadPoolExecutor, kind: str, target: torch.Tensor, source: torch.Tensor
-    ) -> Copy:
+    def _copy(self, kind: str, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        raise NotImplementedError
+
+
+class ThreadCopyEngine(CopyEngine):
+    """A thread for each direction. On the CPU compute is done when it returns."""
+
+    least_bytes = 1
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__(timeline)
+        self._threads = {
+            kind: ThreadPoolExecutor(1, thread_name_prefix=kind.replace(" ", "-"))
+            for kind in (TO_HOST, TO_DEVICE)
+        }
+
+    def _copy(self, kind: str, target: torch.Tensor, source: torch.Tensor) -> Copy:
         micro_batch = self._timeline.micro_batch
 
         def copy() -> torch.Tensor:
             with self._timeline.beside(kind, micro_batch):
                 return target.copy_(source)
 
-        return _ThreadCopy(thread.submit(copy))
+        return self._threads[kind].submit(copy).result
 
 
-class _StreamCopy:
-    def __init__(self, done: torch.cuda.Event) -> None:
-        self._done = done
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._done)
-
-
-class StreamCopyEngine:
+class StreamCopyEngine(CopyEngine):
     """A CUDA stream for each direction, on the GPU's copy engines; host tensors are pinned.
 
     Streams wait for each other by events only; the CPU never waits.
-
-    Args:
-        device: the GPU.
-        timeline: where the copies are noted.
     """
 
     least_bytes = 1 << 20  # 20 us at 50 GB/s, about what launching it takes
 
     def __init__(self, device: torch.device, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._to_host = torch.cuda.Stream(device)
-        self._to_device = torch.cuda.Stream(device)
+        super().__init__(timeline)
+        self._streams = {kind: torch.cuda.Stream(device) for kind in (TO_HOST, TO_DEVICE)}
 
-    def to_host(self, host: torch.Tensor, device: torch.Tensor) -> Copy:
-        """See `CopyEngine.to_host`."""
-        return self._copy(self._to_host, TO_HOST, host, device)
-
-    def to_device(self, device: torch.Tensor, host: torch.Tensor) -> Copy:
-        """See `CopyEngine.to_device`."""
-        return self._copy(self._to_device, TO_DEVICE, device, host)
-
-    def _copy(
-        self, stream: torch.cuda.Stream, kind: str, target: torch.Tensor, source: torch.Tensor
-    ) -> Copy:
+    def _copy(self, kind: str, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        stream, done = self._streams[kind], torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream())
-        done = torch.cuda.Event()
         with torch.cuda.stream(stream):
             with self._timeline.beside(kind, self._timeline.micro_batch):
                 target.copy_(source, non_blocking=True)
             done.record(stream)
-        return _StreamCopy(done)
+        wait: Copy = done.wait  # makes the stream that is current then wait
+        return wait
 
 
 def select_copy_engine(device: torch.device, timeline: Timeline) -> CopyEngine:

@@ -1,11 +1,9 @@
 """Host memory that offloaded activations use again and again: large slabs, handed out in pieces.
 
-Page-locked memory is slow to get, hundreds of milliseconds a GiB, and asking for it waits for the
-whole device: in the middle of a ring that is a wait for other ranks. So it is asked for before a
-step (`HostPool.reserve`) and never given back to the system. Tensors of micro-batches have any
-size; a pool with a list for each size would grow with every new length. Here pieces are cut from
-slabs, the first place that is wide enough, and neighbours join when they come back: what is held
-stops growing once the fullest moment has been seen.
+Pinned memory is asked for before a step (`HostPool.reserve`), since asking waits for the whole
+device, and never given back to the system. Pieces are cut from slabs, the first place that is wide
+enough, and neighbours join when they come back: what is held stops growing once the fullest moment
+has been seen.
 """
 
 from __future__ import annotations

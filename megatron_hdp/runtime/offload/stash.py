@@ -49,7 +49,7 @@ class OffloadedStorage:
     def let_go(self) -> None:
         """Forgets the device's copy; compute waits until the host has it."""
         if self._leaving is not None:
-            self._leaving.wait()
+            self._leaving()
             self._leaving = None
             self._on_device = None
 
@@ -67,7 +67,7 @@ class OffloadedStorage:
         """The storage on the device; compute waits until it is there."""
         self.fetch()
         if self._returning is not None:
-            self._returning.wait()
+            self._returning()
             self._returning = None
         assert self._on_device is not None
         return self._on_device
@@ -76,7 +76,7 @@ class OffloadedStorage:
         # the next user of the host memory is ordered after what compute has waited for
         for copy in (getattr(self, "_leaving", None), getattr(self, "_returning", None)):
             if copy is not None:
-                copy.wait()
+                copy()
         if hasattr(self, "_on_host"):
             self._rules.pool.give_back(self._on_host)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.runtime.kernels import AttentionKernel, Block
+from megatron_hdp.runtime.kernels import AttentionKernel, Block, Forward
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
 from megatron_hdp.runtime.ring.sink import gradient_of_sink, with_sink
@@ -97,23 +97,16 @@ class _RingAttention(torch.autograd.Function):
         if layout.ring_slices:
             blocks = _travelling_kv(k[ring], v[ring], layout, comm)
             next(blocks)
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, ctx.own, scale)
+        dq, dk, dv = kernel.backward(dout, Forward(q, k, v, out, lse), ctx.own, scale)
         if layout.ring_slices:
             dq_total = _accumulator(dq[ring])
             dkv = dq_total.new_zeros(k[ring].numel() + v[ring].numel())
             spare, arriving = torch.empty_like(dkv), None
             for step, (keys, values) in blocks:
                 rows, kv_rows, block = _block(layout, step)
-                dq_block, dk_block, dv_block = kernel.backward(
-                    dout[ring][rows],
-                    q[ring][rows],
-                    keys[kv_rows],
-                    values[kv_rows],
-                    out[ring][rows],
-                    lse[ring][rows],
-                    block,
-                    scale,
-                )
+                dout_s, q_s, out_s, lse_s = (x[ring][rows] for x in (dout, q, out, lse))
+                whole = Forward(q_s, keys[kv_rows], values[kv_rows], out_s, lse_s)
+                dq_block, dk_block, dv_block = kernel.backward(dout_s, whole, block, scale)
                 dq_total[rows] += dq_block
                 # to what the members before us found for these keys and values, add ours
                 if arriving is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from megatron_hdp.runtime.kernels import AttentionKernel, Block
+from megatron_hdp.runtime.kernels import AttentionKernel, Block, Forward
 from megatron_hdp.runtime.ring.attention import (
     _accumulator,
     _block,
@@ -113,7 +113,7 @@ class _LatentRing(torch.autograd.Function):
             blocks = _travelling_kv(latent[ring], rotated[ring], layout, comm)
             next(blocks)
         k, v = projection.keys_and_values(latent, rotated)
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, own, scale)
+        dq, dk, dv = kernel.backward(dout, Forward(q, k, v, out, lse), own, scale)
         dlatent, drotated = projection.gradients(dk, dv, latent)
         del k, v, dk, dv
         if layout.ring_slices:
@@ -125,16 +125,9 @@ class _LatentRing(torch.autograd.Function):
                 rows, kv_rows, block = _block(layout, step)
                 seen = latents[kv_rows]
                 k, v = projection.keys_and_values(seen, turned[kv_rows])
-                dq_block, dk, dv = kernel.backward(
-                    dout[ring][rows],
-                    q[ring][rows],
-                    k,
-                    v,
-                    out[ring][rows],
-                    lse[ring][rows],
-                    block,
-                    scale,
-                )
+                dout_s, q_s, out_s, lse_s = (x[ring][rows] for x in (dout, q, out, lse))
+                whole = Forward(q_s, k, v, out_s, lse_s)
+                dq_block, dk, dv = kernel.backward(dout_s, whole, block, scale)
                 dq_total[rows] += dq_block
                 found = projection.gradients(dk, dv, seen)
                 # to what the members before us found for these latents, add ours

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.runtime.kernels import AttentionKernel, Block
+from megatron_hdp.runtime.kernels import AttentionKernel, Block, Forward
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.layout import TokenLayout
@@ -49,6 +49,7 @@ class WindowedAttention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         halo: Halo = ctx.halo
         keys, values = halo.with_halo(k, v, ctx.comm)
-        dq, dk, dv = ctx.kernel.backward(dout, q, keys, values, out, lse, ctx.block, ctx.scale)
+        of = Forward(q, keys, values, out, lse)
+        dq, dk, dv = ctx.kernel.backward(dout, of, ctx.block, ctx.scale)
         dk, dv = halo.home(dk, dv, ctx.comm)
         return dq, dk, dv, gradient_of_sink(sink, dout, out, lse), *[None] * 5

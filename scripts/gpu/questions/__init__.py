@@ -4,13 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-TOPICS: tuple[str, ...] = (
-    "transformer_engine",
-    "attention",
-    "communication",
-    "memory",
-    "compilation",
-)
+TOPICS = ("transformer_engine", "attention", "communication", "memory", "compilation")
 
 
 @dataclass(frozen=True)
@@ -36,6 +30,19 @@ class Question:
     ask: Callable[[], Answer]
 
 
+_QUESTIONS: dict[str, list[Question]] = {}
+
+
+def question(text: str, expected: str) -> Callable[[Callable[[], Answer]], Callable[[], Answer]]:
+    """Makes a function one of the questions of its module; see `Question`."""
+
+    def add(ask: Callable[[], Answer]) -> Callable[[], Answer]:
+        _QUESTIONS.setdefault(ask.__module__, []).append(Question(text, expected, ask))
+        return ask
+
+    return add
+
+
 def questions_of(topic: str) -> tuple[Question, ...]:
     """The questions of one of `TOPICS`, which is a module here."""
-    return importlib.import_module(f"questions.{topic}").QUESTIONS
+    return tuple(_QUESTIONS[importlib.import_module(f"questions.{topic}").__name__])

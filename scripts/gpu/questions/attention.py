@@ -1,19 +1,23 @@
 """Attention: plans that are built, empty segments, rings' precision, short packs, copies."""
 
-from __future__ import annotations
-
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from questions import Answer, Question
+import numpy as np
+import several_ranks
+import torch
+import torch.distributed as dist
+from common import seconds_of
 
-if TYPE_CHECKING:
-    import torch
-
-    from megatron_hdp.runtime.attention import AttentionBackend
+from megatron_hdp.runtime.attention import AttentionBackend, RunShapes, select_attention
+from megatron_hdp.runtime.host_to_device import PackedArrays, with_arrays_ahead
+from megatron_hdp.runtime.kernels import MatmulKernel
+from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout
+from questions import Answer, question
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 RING_SECONDS = 35  # both ranks import TransformerEngine
@@ -22,33 +26,20 @@ RINGS = ("transformer-engine", "torch")
 
 
 def _backend(name: str, comm: Any = None) -> AttentionBackend:
-    import torch
-
-    from megatron_hdp.runtime.attention import select_attention
-
-    return select_attention(torch.device("cuda"), torch.bfloat16, HEAD_DIM, name, comm=comm).backend
+    shapes = RunShapes(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
+    return select_attention(shapes, name, comm).backend
 
 
 def _inputs(num_tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[torch.Tensor]:
     """Queries, keys and values that want gradients, and the gradient of the output."""
-    import torch
-
-    random = torch.Generator("cuda").manual_seed(0)
-    parts = [
-        torch.randn(
-            (num_tokens, h, HEAD_DIM), generator=random, dtype=torch.bfloat16, device="cuda"
-        )
-        for h in (heads, kv_heads, kv_heads, heads)
-    ]
-    return [*(x.requires_grad_() for x in parts[:3]), parts[3]]
+    kind = torch.device("cuda"), torch.bfloat16, HEAD_DIM
+    return RunShapes(*kind, heads=heads, kv_heads=kv_heads).inputs(num_tokens)
 
 
 def _results(
     attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], layout: Any, comm: Any = None
 ) -> list[torch.Tensor]:
     """Output and gradients."""
-    import torch
-
     *leaves, dout = inputs
     out = attend(*leaves, layout, comm, HEAD_DIM**-0.5)
     return [out.detach(), *torch.autograd.grad(out.view_as(dout), leaves, dout)]
@@ -56,21 +47,14 @@ def _results(
 
 def _ms(run: Callable[[], object]) -> float:
     """Milliseconds until the GPU is done."""
-    import torch
-
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - started)
+    return 1e3 * seconds_of(run, "cuda")
 
 
-def plans_by_number_of_sequences() -> Answer:
-    """A first call with 10 sequences after one with 9 of as many tokens builds no plan."""
-    import torch
-
-    from megatron_hdp.runtime.ring import TokenLayout
-
+@question(
+    "9, then 10 sequences in TransformerEngine: plans built",
+    "none for 10: it is as fast as the second time",
+)
+def _plans_by_number_of_sequences() -> Answer:
     attend = _backend("transformer-engine")
     inputs = _inputs(8192)
 
@@ -86,14 +70,9 @@ def plans_by_number_of_sequences() -> Answer:
     return Answer(found, ten - again < 0.2 * max(nine - again, 5.0))
 
 
-def price_of_empty_sequences() -> Answer:
+@question("price of empty sequences in TransformerEngine, 65 made up to 128", "less than 5 %")
+def _price_of_empty_sequences() -> Answer:
     """The pack to which most empty ones are added, with them and without."""
-    from dataclasses import replace
-
-    import torch
-
-    from megatron_hdp.runtime.ring import TokenLayout
-
     attend, lengths = _backend("transformer-engine"), (8192,) + (896,) * 64
     inputs, device = _inputs(sum(lengths)), torch.device("cuda")
     bucketed, exact = (TokenLayout((0,), 0, (), lengths, device) for _ in range(2))
@@ -108,12 +87,61 @@ def price_of_empty_sequences() -> Answer:
     return Answer(found, with_ms < 1.05 * without_ms)
 
 
+def fastest(lengths: tuple[int, ...]) -> tuple[str, str]:
+    """Which attention is the fastest for these sequences; what each takes."""
+    layout = TokenLayout((0,), 0, (), lengths, torch.device("cuda"))
+    inputs, taken = _inputs(sum(lengths)), {}
+    for name in ("transformer-engine", "flash-attn", "torch"):
+        try:
+            attend = _backend(name)
+        except ValueError:  # not installed, or not for this GPU
+            continue
+        spans = [_ms(lambda a=attend: _results(a, inputs, layout)) for _ in range(7)]
+        taken[name] = median(spans[2:])
+    described = ", ".join(f"{name} {span:.2f} ms" for name, span in taken.items())
+    return min(taken, key=taken.__getitem__), described
+
+
+@question(
+    "fastest attention for 512 sequences of 128 tokens",
+    "a varlen flash kernel: cuDNN plans for 512 of the longest that may come",
+)
+def _kernel_of_short_packs() -> Answer:
+    name, found = fastest((128,) * 512)
+    return Answer(found, name != "transformer-engine")
+
+
+@question("fastest attention for 16 sequences of 4,096 tokens", "TransformerEngine with cuDNN")
+def _kernel_of_medium_packs() -> Answer:
+    name, found = fastest((4096,) * 16)
+    return Answer(found, name == "transformer-engine")
+
+
+@question("does the GPU wait for the next micro-batch's arrays", "no: less than a fifth of a copy")
+def _copies_beside_compute() -> Answer:
+    """Arrays of 64 MB for each of 4 steps of 0.1 s: how long the GPU waits for the next ones."""
+    device, stream = torch.device("cuda"), torch.cuda.Stream()
+    arrays = {"tokens": np.arange(8 * 2**20)}
+    packed = PackedArrays(arrays, pin=True)
+    alone = min(_ms(lambda: packed.buffer.to(device, non_blocking=True)) for _ in range(3))
+    cycles = int(1e9 / _ms(lambda: torch.cuda._sleep(10**7)))  # of 0.1 s
+    gaps = []
+    for _ in range(2):  # the first makes page-locked memory
+        marks = []
+        for _item, _tensors in with_arrays_ahead(range(4), lambda item: arrays, device, stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            torch.cuda._sleep(cycles)
+            end.record()
+            marks.append((begin, end))
+        torch.cuda.synchronize()
+        gaps = [before[1].elapsed_time(after[0]) for before, after in pairwise(marks)]
+    found = f"waits at most {max(gaps):.2f} ms; a copy alone {alone:.2f} ms"
+    return Answer(found, max(gaps) < 0.2 * alone)
+
+
 def rings_of_two() -> dict[str, dict[str, tuple[list[float], float]]]:
     """Body of a rank: of each case and ring, errors of (out, dq, dk, dv) and milliseconds."""
-    import several_ranks
-
-    from megatron_hdp.runtime.ring import RingComm
-
     comm = RingComm(several_ranks.new_group_of_all("cuda"))
     backends = {name: _backend(name, comm) for name in RINGS}
     return {case: _ring_results(backends, comm, *how) for case, how in RING_CASES.items()}
@@ -122,12 +150,6 @@ def rings_of_two() -> dict[str, dict[str, tuple[list[float], float]]]:
 def _ring_results(
     backends: dict[str, AttentionBackend], comm: Any, slices: tuple[int, ...], times: int
 ) -> dict[str, tuple[list[float], float]]:
-    import torch
-    import torch.distributed as dist
-
-    from megatron_hdp.runtime.kernels import MatmulKernel
-    from megatron_hdp.runtime.ring import RingAttention, TokenLayout
-
     layout = TokenLayout((0, 1), dist.get_rank(), slices, (), torch.device("cuda"))
     inputs = _inputs(layout.num_tokens, heads=8, kv_heads=2)
     wide = [x.detach().float().requires_grad_(x.requires_grad) for x in inputs]
@@ -147,18 +169,23 @@ def _ring_results(
 @cache
 def _rings() -> list[dict[str, dict[str, tuple[list[float], float]]]]:
     """Both cases by rank, on two ranks that share the GPU."""
-    import several_ranks
-
     return several_ranks.run(2, rings_of_two, timeout_s=RING_SECONDS)
 
 
-def empty_segments_in_a_ring() -> Answer:
-    """A ring of 2 with 3 sequences, five empty ones behind them, against float32."""
+@question(
+    "TransformerEngine's ring of 2 with 3 sequences and 5 empty ones",
+    "errors below 2 %, as without empty ones",
+)
+def _empty_segments_in_a_ring() -> Answer:
     worst = max(max(found["empty"]["transformer-engine"][0]) for found in _rings())
     return Answer(f"largest error {worst:.2%}", worst < 0.02)
 
 
-def precision_and_time_of_rings() -> Answer:
+@question(
+    "ring of 2, TransformerEngine's and ours: error and time on one GPU",
+    "both below 1 %, within a factor of 2",
+)
+def _precision_and_time_of_rings() -> Answer:
     """Both rings at degree 2 with one sequence, on ranks that share the GPU."""
     of_ranks = [found["long"] for found in _rings()]
     worst = {name: max(max(found[name][0]) for found in of_ranks) for name in RINGS}
@@ -166,103 +193,3 @@ def precision_and_time_of_rings() -> Answer:
     told = ", ".join(f"{name} {worst[name]:.2%} in {spent[name]:.1f} ms" for name in RINGS)
     theirs, ours = (worst[name] for name in RINGS)
     return Answer(told, ours < 0.01 and theirs < 0.01 and 0.5 < theirs / ours < 2)
-
-
-def fastest(lengths: tuple[int, ...]) -> tuple[str, str]:
-    """Which attention is the fastest for these sequences; what each takes."""
-    import torch
-
-    from megatron_hdp.runtime.ring import TokenLayout
-
-    layout = TokenLayout((0,), 0, (), lengths, torch.device("cuda"))
-    inputs, taken = _inputs(sum(lengths)), {}
-    for name in ("transformer-engine", "flash-attn", "torch"):
-        try:
-            attend = _backend(name)
-        except ValueError:  # not installed, or not for this GPU
-            continue
-        spans = [_ms(lambda a=attend: _results(a, inputs, layout)) for _ in range(7)]
-        taken[name] = median(spans[2:])
-    described = ", ".join(f"{name} {span:.2f} ms" for name, span in taken.items())
-    return min(taken, key=taken.__getitem__), described
-
-
-def kernel_of_short_packs() -> Answer:
-    """512 sequences of 128 tokens."""
-    name, found = fastest((128,) * 512)
-    return Answer(found, name != "transformer-engine")
-
-
-def kernel_of_medium_packs() -> Answer:
-    """16 sequences of 4,096 tokens."""
-    name, found = fastest((4096,) * 16)
-    return Answer(found, name == "transformer-engine")
-
-
-def copies_beside_compute() -> Answer:
-    """Arrays of 64 MB for each of 4 steps of 0.1 s: how long the GPU waits for the next ones."""
-    import numpy as np
-    import torch
-
-    from megatron_hdp.runtime.host_to_device import PackedArrays, with_arrays_ahead
-
-    device, stream = torch.device("cuda"), torch.cuda.Stream()
-    arrays = {"tokens": np.arange(8 * 2**20)}
-    packed = PackedArrays(arrays, pin=True)
-    alone = min(_ms(lambda: packed.buffer.to(device, non_blocking=True)) for _ in range(3))
-    cycles = int(1e9 / _ms(lambda: torch.cuda._sleep(10**7)))  # of 0.1 s
-    gaps = []
-    for _ in range(2):  # the first makes page-locked memory
-        marks = []
-        for _item, _tensors in with_arrays_ahead(range(4), lambda item: arrays, device, stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            torch.cuda._sleep(cycles)
-            end.record()
-            marks.append((begin, end))
-        torch.cuda.synchronize()
-        gaps = [
-            before[1].elapsed_time(after[0])
-            for before, after in zip(marks, marks[1:], strict=False)
-        ]
-    found = f"waits at most {max(gaps):.2f} ms; a copy alone {alone:.2f} ms"
-    return Answer(found, max(gaps) < 0.2 * alone)
-
-
-QUESTIONS = (
-    Question(
-        "9, then 10 sequences in TransformerEngine: plans built",
-        "none for 10: it is as fast as the second time",
-        plans_by_number_of_sequences,
-    ),
-    Question(
-        "price of empty sequences in TransformerEngine, 65 made up to 128",
-        "less than 5 %",
-        price_of_empty_sequences,
-    ),
-    Question(
-        "fastest attention for 512 sequences of 128 tokens",
-        "a varlen flash kernel: cuDNN plans for 512 of the longest that may come",
-        kernel_of_short_packs,
-    ),
-    Question(
-        "fastest attention for 16 sequences of 4,096 tokens",
-        "TransformerEngine with cuDNN",
-        kernel_of_medium_packs,
-    ),
-    Question(
-        "does the GPU wait for the next micro-batch's arrays",
-        "no: less than a fifth of a copy",
-        copies_beside_compute,
-    ),
-    Question(
-        "TransformerEngine's ring of 2 with 3 sequences and 5 empty ones",
-        "errors below 2 %, as without empty ones",
-        empty_segments_in_a_ring,
-    ),
-    Question(
-        "ring of 2, TransformerEngine's and ours: error and time on one GPU",
-        "both below 1 %, within a factor of 2",
-        precision_and_time_of_rings,
-    ),
-)

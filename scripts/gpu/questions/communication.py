@@ -1,16 +1,22 @@
 """Of messages: who waits for whom on a GPU. Two ranks share the one there is."""
 
 import time
+from functools import partial
 
+import torch
+import torch.distributed as dist
+from common import seconds_of
 from several_ranks import new_group_of_all, run
 
-from questions import Answer, Question
+from megatron_hdp.runtime.ring import RingComm
+from questions import Answer, question
 
 _LATE_S = 2.0
 _LIMIT_S = 25.0
 
 
-def first_message() -> Answer:
+@question("first message of a ring", "no longer than ten later ones")
+def _first_message() -> Answer:
     """Whether neighbours are connected, and the options of the communicator taken, at start."""
     (first_ms, later_ms, is_urgent), _ = run(2, message_times, timeout_s=_LIMIT_S)
     found = f"first {first_ms:.1f} ms, later {later_ms:.1f} ms, priority {is_urgent}"
@@ -19,30 +25,23 @@ def first_message() -> Answer:
 
 def message_times() -> tuple[float, float, bool]:
     """Body of a rank: milliseconds of the first message in a ring and of later ones."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_hdp.runtime.ring import RingComm
-
     group = new_group_of_all("cuda")
-    comm, tensor, times = RingComm(group), torch.zeros(1 << 20, device="cuda"), []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        comm.pass_on(tensor, (0, 1), dist.get_rank()).wait()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - started))
+    comm, tensor = RingComm(group), torch.zeros(1 << 20, device="cuda")
+    message = partial(comm.pass_on, tensor, (0, 1), dist.get_rank())
+    times = [1e3 * seconds_of(lambda: message().wait(), "cuda") for _ in range(6)]
     options = group._get_backend(torch.device("cuda")).options
     return times[0], max(times[1:]), options.is_high_priority_stream
 
 
-def a_ring_beside_a_reduction() -> Answer:
+@question("a ring's message beside a reduction that waits", "passes at once")
+def _a_ring_beside_a_reduction() -> Answer:
     """Whether messages pass while a reduction waits for a rank that has not begun it."""
     (sent_s, _), _ = run(2, one_reduces_early, "nothing", timeout_s=_LIMIT_S)
     return Answer(f"after {sent_s:.2f} s", sent_s < 0.5 * _LATE_S)
 
 
-def a_driver_beside_a_reduction() -> Answer:
+@question("memory given back beside a reduction that waits", f"waits for it, {_LATE_S:.0f} s")
+def _a_driver_beside_a_reduction() -> Answer:
     """Whether giving memory back to the driver waits for that reduction: why the rule is there."""
     (_, freed_s), _ = run(2, one_reduces_early, "free", timeout_s=_LIMIT_S)
     return Answer(f"after {freed_s:.2f} s", freed_s > 0.5 * _LATE_S)
@@ -50,11 +49,6 @@ def a_driver_beside_a_reduction() -> Answer:
 
 def one_reduces_early(then: str) -> tuple[float, float]:
     """Body of a rank: seconds until a message has passed, and until memory was given back."""
-    import torch
-    import torch.distributed as dist
-
-    from megatron_hdp.runtime.ring import RingComm
-
     rings, reductions = RingComm(new_group_of_all("cuda")), new_group_of_all("cuda")
     tensor, block = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 28, device="cuda")
     current = torch.cuda.current_stream()
@@ -76,18 +70,3 @@ def one_reduces_early(then: str) -> tuple[float, float]:
     reduction.wait()
     torch.cuda.synchronize()
     return sent_s, freed_s
-
-
-QUESTIONS = (
-    Question("first message of a ring", "no longer than ten later ones", first_message),
-    Question(
-        "a ring's message beside a reduction that waits",
-        "passes at once",
-        a_ring_beside_a_reduction,
-    ),
-    Question(
-        "memory given back beside a reduction that waits",
-        f"waits for it, {_LATE_S:.0f} s",
-        a_driver_beside_a_reduction,
-    ),
-)

@@ -1,21 +1,30 @@
 """Compiled and fused functions: variants, rotation, warm-up, the loss, the routers' messages."""
 
 import random
-import time
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
-from questions import Answer, Question
+import torch
+import torch.distributed as dist
+from common import peak_bytes, seconds_of
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from megatron_hdp.runtime.loss import linear_cross_entropy
+from questions import Answer, question
 
 GB = 1e9
 
 
+@question(
+    "variants of fused functions over random numbers of tokens",
+    "none uncompiled, limit 64 in backward's thread",
+)
 def _compilations() -> Answer:
     """Random numbers of tokens, recomputation, an evaluation, and one tensor beyond 2^31 values."""
-    import torch
     from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
-    from torch._dynamo.utils import counters
-    from torch.utils.checkpoint import checkpoint
 
     from megatron_hdp.megatron.step.setup import MAX_VARIANTS, allow_variants
 
@@ -53,21 +62,15 @@ def _compilations() -> Answer:
 
 
 def _median_ms(run: Callable[[], Any]) -> float:
-    import torch
-
-    times = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - started))
-    return sorted(times)[len(times) // 2]
+    return 1e3 * median(seconds_of(run, "cuda") for _ in range(7))
 
 
+@question(
+    "rotary positions by TransformerEngine's kernel, 64K x 32 heads",
+    "nearer to float32 than unfused, and faster",
+)
 def _rotation() -> Answer:
     """64K tokens of packed sequences, positions up to 2M, 32 heads of 128; forward and backward."""
-    import torch
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -102,12 +105,8 @@ def _rotation() -> Answer:
     errors, times = [], []
     for fused in (False, True):
         found = turn(query, fused)
-        errors.append(
-            max(
-                float((a[few].float() - b).norm() / b.norm())
-                for a, b in zip(found, exact, strict=True)
-            )
-        )
+        pairs = [(a[few].float(), b) for a, b in zip(found, exact, strict=True)]
+        errors.append(max(float((a - b).norm() / b.norm()) for a, b in pairs))
         times.append(_median_ms(lambda fused=fused: turn(query, fused)))
     return Answer(
         f"from float32 {errors[1]:.1e} (unfused {errors[0]:.1e}); {times[1]:.2f} ms "
@@ -116,33 +115,33 @@ def _rotation() -> Answer:
     )
 
 
+@question("memory of Megatron's warm-up, left out under HDP", "above 46 GB at 2M tokens")
 def _warm_up() -> Answer:
     """Megatron's warm-up of its first function, at 64K tokens instead of 2M."""
-    import torch
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu
 
     tokens, width = 65536, 11008
-    bias = torch.rand(width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    how = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    bias = torch.rand(width, **how)
+
+    def warm_up() -> None:
+        given = torch.rand(tokens, 1, width, **how)
+        for _ in range(5):
+            out = bias_swiglu(given, bias)
+        del out
+
     before = torch.cuda.memory_allocated()
-    given = torch.rand(tokens, 1, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    out = None
-    for _ in range(5):
-        out = bias_swiglu(given, bias)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del given, out
+    peak = peak_bytes(warm_up) - before
     at_2m = peak / tokens * 2**21 / GB
     return Answer(f"{at_2m:.0f} GB at 2M tokens of a 7B model", at_2m > 46)
 
 
+@question(
+    "peak of the fused loss with DDP's buffer",
+    "a chunk of logits and gradients of hidden states, 1.5 GB",
+)
 def _loss_peak() -> Answer:
     """16K tokens, 128K entries, BF16: what is held above inputs, with DDP's buffer and without."""
-    import torch
-
-    from megatron_hdp.runtime.loss import linear_cross_entropy
-
     tokens, vocabulary, width = 16384, 131072, 4096
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     weight = (0.02 * torch.randn(vocabulary, width, **bf16)).requires_grad_()
@@ -153,13 +152,9 @@ def _loss_peak() -> Answer:
     peaks, gradients = [], []
     for main_grad in (buffer, None):
         hidden.grad = weight.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        loss = partial(linear_cross_entropy, hidden, weight, labels, mask, main_grad=main_grad)
         before = torch.cuda.memory_allocated()
-        loss = linear_cross_entropy(hidden, weight, labels, mask, main_grad=main_grad)
-        loss.backward()
-        torch.cuda.synchronize()
-        peaks.append((torch.cuda.max_memory_allocated() - before) / GB)
+        peaks.append((peak_bytes(lambda loss=loss: loss().backward()) - before) / GB)
         gradients.append(buffer if main_grad is not None else weight.grad)
     rounded = gradients[0].bfloat16()
     error = float((rounded - gradients[1]).norm() / gradients[1].norm())
@@ -171,11 +166,12 @@ def _loss_peak() -> Answer:
     )
 
 
+@question(
+    "routers' counts around a ring of 64: one way or one a layer",
+    "above 5 us a hop, so 32 ways cost above 10 ms",
+)
 def _small_message() -> Answer:
     """One small operation of NCCL with its launch: no hop around a ring takes less."""
-    import torch
-    import torch.distributed as dist
-
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -193,30 +189,3 @@ def _small_message() -> Answer:
         f"63 hops {milliseconds:.1f} ms; a way for each of 32 layers {32 * milliseconds:.0f} ms",
         milliseconds > 0.3,
     )
-
-
-QUESTIONS = (
-    Question(
-        "variants of fused functions over random numbers of tokens",
-        "none uncompiled, limit 64 in backward's thread",
-        _compilations,
-    ),
-    Question(
-        "rotary positions by TransformerEngine's kernel, 64K x 32 heads",
-        "nearer to float32 than unfused, and faster",
-        _rotation,
-    ),
-    Question(
-        "memory of Megatron's warm-up, left out under HDP", "above 46 GB at 2M tokens", _warm_up
-    ),
-    Question(
-        "peak of the fused loss with DDP's buffer",
-        "a chunk of logits and gradients of hidden states, 1.5 GB",
-        _loss_peak,
-    ),
-    Question(
-        "routers' counts around a ring of 64: one way or one a layer",
-        "above 5 us a hop, so 32 ways cost above 10 ms",
-        _small_message,
-    ),
-)

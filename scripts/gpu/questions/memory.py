@@ -1,5 +1,6 @@
 """Memory of a GPU and of its host, and what other threads may ask while the device is busy."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -8,7 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from questions import Answer, Question
+import torch
+
+from megatron_hdp.runtime.clocks import DriverQuery, clock_of
+from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
+from questions import Answer, question
 
 ROOT = Path(__file__).parents[3]
 _GIB = 2**30
@@ -63,18 +68,21 @@ def _process(code: str, **variables: str) -> list[str]:
     return outcome.stdout.split()
 
 
+@question("do segments grow, set before and after torch's import", "both")
 def _segments_grow() -> Answer:
     by_variable = _process(_PREPARE + _SHAPES)[1]
     told_late = _process("import torch\n" + _PREPARE + _SHAPES)[1]
     return Answer(f"{by_variable}, told late {told_late}", by_variable == told_late == "True")
 
 
+@question("reserved memory after 50 micro-batches of random sizes", "less")
 def _fragments() -> Answer:
     default, growing = float(_process(_SHAPES)[0]), float(_process(_PREPARE + _SHAPES)[0])
     found = f"reserved {growing:.2f} of what is used at most, by default {default:.2f}"
     return Answer(found, growing < default and growing < 1.1)
 
 
+@question("CUDA_MODULE_LOADING in effect; memory and time at start", "eager")
 def _modules() -> Answer:
     mode, held, seconds = map(float, _process(_PREPARE + _START))
     lazy, lazy_held, lazy_s = map(float, _process("import time\n" + _START))
@@ -85,9 +93,8 @@ def _modules() -> Answer:
     return Answer(found, mode == 1 and lazy == 2 and held < 3e9)
 
 
+@question("pinning 1 GiB: time; does it wait for the device", "50 to 2000 ms; yes")
 def _pinning() -> Answer:
-    import torch
-
     torch.cuda.synchronize()
     begun = time.monotonic()
     idle = torch.empty(_GIB, dtype=torch.uint8, pin_memory=True)
@@ -104,9 +111,8 @@ def _pinning() -> Answer:
     return Answer(found, 50 < idle_ms < 2000 and waited)
 
 
+@question("is memory of a second stream lost to the main one", "yes")
 def _second_pool() -> Answer:
-    import torch
-
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before, second = torch.cuda.memory_reserved(), torch.cuda.Stream()
@@ -123,8 +129,6 @@ def _second_pool() -> Answer:
 
 def _while_the_queue_is_full(launch: Callable[[], object], measure: Callable[[], float]) -> float:
     """What is measured, at most, while another thread stands in a launch behind a long kernel."""
-    import torch
-
     torch.cuda.synchronize()
     torch.cuda._sleep(_SLEEP_CYCLES)
     begun = time.monotonic()
@@ -143,43 +147,31 @@ def _while_the_queue_is_full(launch: Callable[[], object], measure: Callable[[],
     return most
 
 
-def _tick_ms() -> float:
+def _tick_ms(ask: Callable[[], object] = lambda: None) -> float:
     begun = time.monotonic()
+    ask()
     time.sleep(0.001)
     return (time.monotonic() - begun) * 1e3
 
 
+@question("asking an event while the queue of launches is full", "less than 1 ms")
 def _query() -> Answer:
-    import ctypes
-
-    import torch
-
-    from megatron_hdp.runtime.clocks import DriverQuery
-
     x, event = torch.zeros(1, device="cuda"), torch.cuda.Event()
     query = DriverQuery(ctypes.CDLL("libcuda.so.1"))
     event.record()
     torch.cuda.synchronize()
     if not query(event):
         return Answer("the driver says that a passed event is not passed", False)
-
-    def measure_ms(ask: Callable[[], object]) -> float:
-        begun = time.monotonic()
-        ask()
-        time.sleep(0.001)
-        return (time.monotonic() - begun) * 1e3 - 1
-
-    driver_ms = _while_the_queue_is_full(
-        lambda: x.add_(1), lambda: measure_ms(lambda: query(event))
+    driver_ms, torch_ms = (
+        _while_the_queue_is_full(lambda: x.add_(1), lambda ask=ask: _tick_ms(ask) - 1)
+        for ask in (lambda: query(event), event.query)
     )
-    torch_ms = _while_the_queue_is_full(lambda: x.add_(1), lambda: measure_ms(event.query))
     found = f"driver {driver_ms:.2f} ms at most, PyTorch's query {torch_ms:.2f} ms"
     return Answer(found, driver_ms < 1)
 
 
+@question("do other threads run while a launch or record waits", "yes, both")
 def _lock() -> Answer:
-    import torch
-
     x = torch.zeros(1, device="cuda")
     launching_ms = _while_the_queue_is_full(lambda: x.add_(1), _tick_ms)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(64)]
@@ -190,12 +182,8 @@ def _lock() -> Answer:
     return Answer(found, launching_ms < 100 and recording_ms < 100)
 
 
+@question("a wait that the device can be found in costs the host", "less than 30 us")
 def _cost() -> Answer:
-    import torch
-
-    from megatron_hdp.runtime.clocks import clock_of
-    from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
-
     timeline, number = Timeline(clock_of(torch.device("cuda"))), 300
     for _ in range(2):  # the second time with events that exist
         timeline.reset()
@@ -207,15 +195,3 @@ def _cost() -> Answer:
         reached = timeline.reached()
     assert reached is not None
     return Answer(f"{cost_us:.1f} us", cost_us < 30)
-
-
-QUESTIONS = (
-    Question("do segments grow, set before and after torch's import", "both", _segments_grow),
-    Question("reserved memory after 50 micro-batches of random sizes", "less", _fragments),
-    Question("CUDA_MODULE_LOADING in effect; memory and time at start", "eager", _modules),
-    Question("pinning 1 GiB: time; does it wait for the device", "50 to 2000 ms; yes", _pinning),
-    Question("is memory of a second stream lost to the main one", "yes", _second_pool),
-    Question("asking an event while the queue of launches is full", "less than 1 ms", _query),
-    Question("do other threads run while a launch or record waits", "yes, both", _lock),
-    Question("a wait that the device can be found in costs the host", "less than 30 us", _cost),
-)

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import metadata
 from unittest import mock
 
@@ -16,11 +17,17 @@ import torch.distributed as dist
 
 from megatron_hdp.runtime.attention import RunShapes, Selection, select_attention
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
-from questions import Answer, Question
+from questions import Answer, question
 
 _HEAD_DIM = 128
-_SHAPES = RunShapes(heads=8, kv_heads=1, longest=65_536, tokens_per_rank=8192, num_ranks=2)
-_NAME = "transformer-engine"
+_SHAPES = RunShapes(
+    *(torch.device("cuda"), torch.bfloat16, _HEAD_DIM),
+    heads=8,
+    kv_heads=1,
+    longest=65_536,
+    tokens_per_rank=8192,
+    num_ranks=2,
+)
 
 
 def _two_ranks() -> RingComm:
@@ -31,9 +38,12 @@ def _two_ranks() -> RingComm:
     return RingComm(dist.group.WORLD)
 
 
-def _selected(shapes: RunShapes = _SHAPES) -> Selection:
-    device = torch.device("cuda", torch.cuda.current_device())
-    return select_attention(device, torch.bfloat16, _HEAD_DIM, _NAME, _two_ranks(), shapes)
+def _here() -> RunShapes:
+    return replace(_SHAPES, device=torch.device("cuda", torch.cuda.current_device()))
+
+
+def _selected() -> Selection:
+    return select_attention(_here(), "transformer-engine", _two_ranks())
 
 
 @contextmanager
@@ -48,12 +58,20 @@ def _version(package: str) -> str | None:
     return None
 
 
+@question(
+    "TransformerEngine: kernels that it takes for rings and for whole sequences, bfloat16",
+    "cuDNN's for both on Hopper and newer, and a trial of each is right",
+)
 def _kernels() -> Answer:
     selection = _selected()
     versions = f"cuDNN {torch.backends.cudnn.version()}, flash-attn {_version('flash-attn')}"
     return Answer(f"{selection} ({versions})", "local by cuDNN, ring by cuDNN" in selection.notes)
 
 
+@question(
+    "TransformerEngine with flash-attn and cuDNN switched off",
+    "it is refused: unfused kernels are not taken",
+)
 def _unfused() -> Answer:
     try:
         with _variables(FLASH=0, FUSED=0, UNFUSED=1):
@@ -64,6 +82,10 @@ def _unfused() -> Answer:
     return Answer(found, False)
 
 
+@question(
+    "TransformerEngine on one token with one head of keys and values",
+    "the value itself, and its gradient",
+)
 def _one_token() -> Answer:
     """As a layer gives it: values are a piece of what was projected to queries, keys and values."""
     attend, device = _selected().backend, torch.device("cuda")
@@ -80,20 +102,27 @@ def _one_token() -> Answer:
     return Answer(f"largest error {error:.1g}", error == 0)
 
 
+@question(
+    "choices of kernels while calls for a ring and for whole sequences alternate",
+    "none but the first of each",
+)
 def _alternating() -> Answer:
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
 
-    attend, device = _selected().backend, torch.device("cuda", torch.cuda.current_device())
-    choose, how = utils.get_attention_backend, (device, torch.bfloat16, _HEAD_DIM, _SHAPES)
+    attend, choose = _selected().backend, utils.get_attention_backend
     with mock.patch.object(utils, "get_attention_backend", wraps=choose) as counted:
         for _ in range(5):
-            try_out(attend, *how)
-            try_out_ring(attend, _two_ranks(), *how)
+            try_out(attend, _here())
+            try_out_ring(attend, _two_ranks(), _here())
     return Answer(f"{counted.call_count} choices in 10 calls", counted.call_count == 0)
 
 
+@question(
+    "TransformerEngine under deterministic algorithms, 65,536 tokens, 8 heads",
+    "refused at the start up to Hopper without flash-attn, taken otherwise",
+)
 def _deterministic() -> Answer:
     capability, flash = torch.cuda.get_device_capability(), _version("flash-attn")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -111,12 +140,9 @@ def _waits() -> int:
     """How often the host waits in a ring's forward and backward, kernels being known."""
     from megatron_hdp.runtime.attention.trial import EchoComm
 
-    attend, device = _selected().backend, torch.device("cuda", torch.cuda.current_device())
+    attend, device = _selected().backend, _here().device
     echo, layout = EchoComm(dist.group.WORLD), TokenLayout((0, 1), 0, (512,), (), device)
-    sizes = [(512, n, _HEAD_DIM) for n in (_SHAPES.heads, _SHAPES.kv_heads, _SHAPES.kv_heads)]
-    q, k, v = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes)
-    for x in (q, k, v):
-        x.requires_grad_()
+    q, k, v, _ = _here().inputs(512)
     waits = 0
     for _ in range(2):  # the first time whatever is made once is made
         with warnings.catch_warnings(record=True) as caught:
@@ -130,50 +156,17 @@ def _waits() -> int:
     return waits
 
 
+@question("waits of the host in a ring by cuDNN, forward and backward", "0")
 def _waits_of_cudnn() -> Answer:
     with _variables(FLASH=0, FUSED=1):
         found = _waits()
     return Answer(f"{found} waits", found == 0)
 
 
+@question("waits of the host in a ring by flash-attn, forward and backward", "3, all in backward")
 def _waits_of_flash_attn() -> Answer:
     if _version("flash-attn") is None:
         return Answer("flash-attn is not installed", True)
     with _variables(FLASH=1, FUSED=0):
         found = _waits()
     return Answer(f"{found} waits", found == 3)
-
-
-QUESTIONS = (
-    Question(
-        "TransformerEngine: kernels that it takes for rings and for whole sequences, bfloat16",
-        "cuDNN's for both on Hopper and newer, and a trial of each is right",
-        _kernels,
-    ),
-    Question(
-        "TransformerEngine with flash-attn and cuDNN switched off",
-        "it is refused: unfused kernels are not taken",
-        _unfused,
-    ),
-    Question(
-        "TransformerEngine on one token with one head of keys and values",
-        "the value itself, and its gradient",
-        _one_token,
-    ),
-    Question(
-        "choices of kernels while calls for a ring and for whole sequences alternate",
-        "none but the first of each",
-        _alternating,
-    ),
-    Question(
-        "TransformerEngine under deterministic algorithms, 65,536 tokens, 8 heads",
-        "refused at the start up to Hopper without flash-attn, taken otherwise",
-        _deterministic,
-    ),
-    Question("waits of the host in a ring by cuDNN, forward and backward", "0", _waits_of_cudnn),
-    Question(
-        "waits of the host in a ring by flash-attn, forward and backward",
-        "3, all in backward",
-        _waits_of_flash_attn,
-    ),
-)

@@ -109,8 +109,8 @@ def test_without_torch_it_still_answers(capsys):
 
 
 def test_a_device_without_attention_is_a_problem(capsys):
-    def refuse(device, dtype, head_dim):
-        raise ValueError(f"no attention for {dtype} on device '{device}'")
+    def refuse(shapes):
+        raise ValueError(f"no attention for {shapes.dtype} on device '{shapes.device}'")
 
     with mock.patch("megatron_hdp.runtime.attention.select_attention", refuse):
         assert main(["doctor"]) == 1

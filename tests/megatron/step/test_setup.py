@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace
@@ -20,9 +21,14 @@ PLACE = RankPlace(
     token_multiple=4,
 )
 ARGUMENTS = TrainingArguments(
-    num_attention_heads=32, num_query_groups=8, seq_length=65_536, hdp_tokens_per_rank=8192
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=96,
+    seq_length=65_536,
+    hdp_tokens_per_rank=8192,
 )
-SHAPES = RunShapes(heads=8, kv_heads=2, longest=65_536, tokens_per_rank=8192, num_ranks=16)
+KIND = torch.device("cpu"), torch.float32, 96
+SHAPES = RunShapes(*KIND, heads=8, kv_heads=2, longest=65_536, tokens_per_rank=8192, num_ranks=16)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +38,7 @@ SHAPES = RunShapes(heads=8, kv_heads=2, longest=65_536, tokens_per_rank=8192, nu
         ({"num_query_groups": 1}, replace(SHAPES, kv_heads=1)),
         (
             {"multi_latent_attention": True, "num_query_groups": 32},
-            replace(SHAPES, kv_heads=8, value_dim=128),
+            replace(SHAPES, kv_heads=8, head_dim=192, value_dim=128),
         ),
         ({"hdp_offload": "auto"}, replace(SHAPES, tokens_per_rank=65_536)),
     ],

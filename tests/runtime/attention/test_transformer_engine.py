@@ -1,6 +1,7 @@
 """How TransformerEngine is called, and which of its kernels it is let choose, with a fake of it."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.support import fake_transformer_engine as fake
 from tests.support.ring_cases import errors_of_part, gloo_comm
 
 CPU = torch.device("cpu")
+SHORT = RunShapes(CPU, torch.float32, 8)
 
 
 def attend_by_transformer_engine(ring, chunks, local_lengths, num_layers, value_dim=None):
@@ -32,126 +34,116 @@ def attend_by_transformer_engine(ring, chunks, local_lengths, num_layers, value_
     return max(errors), comm.bytes_sent, waited, fake.DotProductAttention.made, len(fake.chosen)
 
 
-@pytest.mark.parametrize("ring", [(0,), (1, 0), (2, 0, 1)])
-def test_it_is_called_as_it_wants_to_be(run_ranks, ring):
-    """Ring slices and local sequences, over a ring's light group; two modules for all layers."""
+@pytest.mark.parametrize(
+    ("ring", "value_dim"), [((0,), None), ((1, 0), None), ((2, 0, 1), None), ((1, 0), 5)]
+)
+def test_it_is_called_as_it_wants_to_be(run_ranks, ring, value_dim):
+    """Ring slices and local sequences, over a ring's light group; two modules for all layers.
+
+    Layers that alternate between both kinds of calls choose kernels once each.
+    """
     degree = len(ring)
-    results = run_ranks(degree, attend_by_transformer_engine, ring, [3, 1], [7], num_layers=2)
-    assert max(error for error, *_ in results) < 1e-13
-    kv_bytes = 2 * 2 * 8 * 8 * sum((6, 2))
-    for _, sent, waited, made, _ in results:
-        assert sent == (2 * 3 * (degree - 1) * kv_bytes if degree > 1 else 0)
-        assert waited == (degree > 1)
-        assert made == (2 if degree > 1 else 1)
-
-
-def test_it_is_told_of_values_of_another_size(run_ranks):
-    for error, *_ in run_ranks(2, attend_by_transformer_engine, (1, 0), [3, 1], [7], 1, 5):
+    results = run_ranks(degree, attend_by_transformer_engine, ring, [3, 1], [7], 5, value_dim)
+    kv_bytes = 2 * (8 + (value_dim or 8)) * 8 * sum((6, 2))
+    kinds = 2 if degree > 1 else 1
+    for error, sent, waited, made, chosen in results:
         assert error < 1e-13
+        assert sent == 5 * 3 * (degree - 1) * kv_bytes
+        assert waited == (degree > 1)
+        assert made == chosen == kinds
 
 
-def test_layers_that_alternate_between_ring_and_local_choose_once_each(run_ranks):
-    for *_, chosen in run_ranks(2, attend_by_transformer_engine, (1, 0), [3], [7], num_layers=5):
-        assert chosen == 2
-
-
-def deterministic():
-    """Body of a rank."""
+def deterministic_kernels_get_no_empty_segments():
+    """Their memory grows with the number of segments, and TransformerEngine refuses too many."""
     torch.use_deterministic_algorithms(True)
     fake.install()
-    return max(errors_of_part(TransformerEngineAttention(CPU), None, (0,), [], [7, 3, 5]))
+    assert max(errors_of_part(TransformerEngineAttention(CPU), None, (0,), [], [7, 3, 5])) < 1e-13
 
 
-def test_deterministic_kernels_get_no_empty_segments(run_ranks):
-    """Their memory grows with the number of segments, and TransformerEngine refuses too many."""
-    assert run_ranks(1, deterministic)[0] < 1e-13
-
-
-def one_token():
-    """Body of a rank: one token whose parts lie in one tensor, as in a model's layer."""
-    fake.install()
+def one_token(load, *library):
+    """Body of a rank: is one token right whose parts lie in one tensor, as in a model's layer?"""
+    load(*library)
     attend, layout = TransformerEngineAttention(CPU), TokenLayout((0,), 0, (), (1,), CPU)
-    projected = torch.randn(1, 1, 1, 4 * 8)
-    q, k, v = projected.split([2 * 8, 8, 8], dim=3)
-    q, k = q.reshape(1, 1, 2, 8) * 2, k.contiguous() * 2  # positions make new tensors
+    heads, head_dim = 2, 16
+    projected = torch.randn(1, 1, 1, (heads + 2) * head_dim).half().requires_grad_()
+    q, k, v = projected.split([heads * head_dim, head_dim, head_dim], dim=3)
+    q, k = q.reshape(1, 1, heads, head_dim) * 2, k.contiguous() * 2  # positions make new tensors
     out = attend(q.squeeze(1), k.squeeze(1), v.squeeze(1), layout, None, 1.0)
-    assert torch.equal(out, v[0].expand(1, 2, 8))
+    out.sum().backward()
+    of_v = projected.grad[..., -head_dim:]
+    return torch.equal(out, v[0].expand(1, heads, head_dim)) and bool((of_v == heads).all())
 
 
 def test_one_token_with_one_head_of_keys(run_ranks):
-    run_ranks(1, one_token)
+    assert run_ranks(1, one_token, fake.install) == [True]
 
 
-def old():
+def an_old_one_is_refused():
     fake.install("2.9.0")
     with pytest.raises(ValueError, match=r"found TransformerEngine 2\.9\.0, expected 2\.20\.2"):
         TransformerEngineAttention(CPU)
 
 
-def test_an_old_one_is_refused(run_ranks):
-    run_ranks(1, old)
-
-
-def without_own_kernels(variables):
-    """Body of a rank: nothing but unfused kernels is left; what a trial and the variables say."""
+def unfused_kernels_are_never_taken():
+    """Whatever the variables say, which are then as before: megatron-core checks them again."""
     fake.install()
+    variables = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"}
     os.environ.update(variables)  # as megatron-core does when it makes a model
     attend = TransformerEngineAttention(CPU)
     with pytest.raises(ValueError, match="No dot product attention backend"):
-        try_out(attend, CPU, torch.float32, 8)
-    return {name: os.environ[name] for name in variables}
+        try_out(attend, SHORT)
+    assert {name: os.environ[name] for name in variables} == variables
 
 
-def test_unfused_kernels_are_never_taken(run_ranks):
-    """Whatever the variables say, which are then as before: megatron-core checks them again."""
-    variables = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"}
-    assert run_ranks(1, without_own_kernels, variables) == [variables]
-
-
-def choices_of_others():
-    """Body of a rank: a choice of another one's with the same parameters, before and afterwards."""
+def choices_of_others_are_neither_used_nor_changed():
+    """With the same parameters."""
     fake.install()
     attend = TransformerEngineAttention(CPU)
-    try_out(attend, CPU, torch.float32, 8)
+    try_out(attend, SHORT)
     same = fake.chosen[-1]
     theirs = dict.fromkeys(fake._attention_backends, False) | {
         "attention_params": same,
         "use_unfused_attention": True,
     }
     fake._attention_backends.update(theirs)
-    try_out(TransformerEngineAttention(CPU), CPU, torch.float32, 8)
-    assert fake._attention_backends == theirs
-    return len(fake.chosen)
+    try_out(TransformerEngineAttention(CPU), SHORT)
+    assert fake._attention_backends == theirs and len(fake.chosen) == 2
 
 
-def test_choices_of_others_are_neither_used_nor_changed(run_ranks):
-    assert run_ranks(1, choices_of_others) == [2]
-
-
-def with_another_memory():
+def one_with_another_memory_is_used_and_said():
     fake.install()
     from transformer_engine.pytorch.attention import dot_product_attention
 
     del dot_product_attention._attention_backends
     attend = TransformerEngineAttention(CPU)
-    try_out(attend, CPU, torch.float32, 8)
-    (note,) = attend.check(RunShapes())
+    try_out(attend, SHORT)
+    (note,) = attend.check(SHORT)
     assert note.startswith("it chooses kernels anew in every call: found NoneType as its memory")
 
 
-def with_other_functions():
+def one_with_other_functions_is_used_and_said():
     fake.install()
     from transformer_engine.pytorch.attention import dot_product_attention
 
     dot_product_attention.utils.get_attention_backend = lambda: None
     attend = TransformerEngineAttention(CPU)
-    try_out(attend, CPU, torch.float32, 8)
-    taken, note = attend.check(RunShapes())
+    try_out(attend, SHORT)
+    taken, note = attend.check(SHORT)
     assert taken == "local by cuDNN" and "not asked about the largest micro-batches" in note
 
 
-@pytest.mark.parametrize("body", [with_another_memory, with_other_functions])
-def test_a_version_that_chooses_otherwise_is_used_and_said(run_ranks, body):
+BODIES = (
+    deterministic_kernels_get_no_empty_segments,
+    an_old_one_is_refused,
+    unfused_kernels_are_never_taken,
+    choices_of_others_are_neither_used_nor_changed,
+    one_with_another_memory_is_used_and_said,
+    one_with_other_functions_is_used_and_said,
+)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_on_one_rank(run_ranks, body):
     run_ranks(1, body)
 
 
@@ -162,8 +154,8 @@ def checked(shapes, deterministic, with_flash_attn=False, variables=None):
     os.environ.update(variables or {})
     torch.use_deterministic_algorithms(deterministic)
     attend, comm = TransformerEngineAttention(CPU), gloo_comm()
-    try_out(attend, CPU, torch.float32, 8, shapes)
-    try_out_ring(attend, comm, CPU, torch.float32, 8, shapes)
+    try_out(attend, shapes)
+    try_out_ring(attend, comm, shapes)
     groups = len(distributed_c10d._world.pg_names)
     try:
         return attend.check(shapes)
@@ -173,7 +165,8 @@ def checked(shapes, deterministic, with_flash_attn=False, variables=None):
         assert len(distributed_c10d._world.pg_names) == groups - 1, "the trial's is still known"
 
 
-LONG = RunShapes(heads=4, kv_heads=1, longest=65_536, tokens_per_rank=8192, num_ranks=8)
+ONE_GROUP = replace(SHORT, kv_heads=1)
+LONG = replace(ONE_GROUP, longest=65_536, tokens_per_rank=8192, num_ranks=8)
 
 
 def test_kernels_for_the_largest_micro_batches_are_asked_for(run_ranks):
@@ -186,10 +179,10 @@ def test_kernels_for_the_largest_micro_batches_are_asked_for(run_ranks):
             "heads, expected one for every micro-batch that a plan may hold"
         )
         assert said.endswith("install flash-attn or allow algorithms that are not deterministic")
-    few = RunShapes(heads=4, kv_heads=1, longest=8192, tokens_per_rank=1024, num_ranks=8)
+    few = replace(LONG, longest=8192, tokens_per_rank=1024)
     for said in run_ranks(2, checked, few, True):
         assert "2,732 sequences of up to 5,461 tokens in a ring of 8 with 4 heads" in said
-    small = RunShapes(heads=4, kv_heads=1, longest=256, tokens_per_rank=128, num_ranks=2)
+    small = replace(LONG, longest=256, tokens_per_rank=128, num_ranks=2)
     assert run_ranks(2, checked, small, True) == [("local by cuDNN, ring by cuDNN",)] * 2
 
 
@@ -202,8 +195,8 @@ def test_what_flash_attn_costs_in_rings_is_said(run_ranks):
 class HalfTheGradient(CpuFlashKernel):
     """A planted fault of a kernel, in blocks of a ring only."""
 
-    def backward(self, dout, q, k, v, out, lse, block, scale):
-        dq, dk, dv = super().backward(dout, q, k, v, out, lse, block, scale)
+    def backward(self, dout, of, block, scale):
+        dq, dk, dv = super().backward(dout, of, block, scale)
         return dq, dk if block.causal else dk / 2, dv
 
 
@@ -218,12 +211,12 @@ class Forgetful(CpuFlashKernel):
 def tried_ring(kernel, wrong):
     """Body of a rank: what is wrong with a ring of its own; None is nothing."""
     comm, attend = gloo_comm(), RingAttention(kernel())
-    shapes = RunShapes(heads=4, kv_heads=1)
+    shapes = replace(ONE_GROUP, dtype=torch.float64)
     if wrong is None:
-        try_out_ring(attend, comm, CPU, torch.float64, 8, shapes)
+        try_out_ring(attend, comm, shapes)
         return
     with pytest.raises(RuntimeError, match=rf"computes {wrong} with relative error .* ring of two"):
-        try_out_ring(attend, comm, CPU, torch.float64, 8, shapes)
+        try_out_ring(attend, comm, shapes)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """TransformerEngine's own Python over stand-ins for its kernels: rings, selections, waits."""
 
 import os
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from megatron_hdp.runtime.attention.backend import RunShapes
 from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
 from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
-from megatron_hdp.runtime.ring.layout import TokenLayout
+from tests.runtime.attention.test_transformer_engine import one_token
 from tests.runtime.kernels.test_kernels import FakeFlashAttn
 from tests.support import te_kernels, te_wheel
 from tests.support.ring_cases import errors_of_part, gloo_comm
@@ -44,17 +45,13 @@ def errors_of_cases(library, cases, left_out=None, **sizes):
     return [errors_of_part(attend, comm, *case, **how) for case in cases]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_rings_and_local_sequences_are_exact(run_ranks, library, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"), [(2, {}), (3, {}), (4, {}), (3, {"head_dim": 24, "value_dim": 16})]
+)
+def test_rings_and_local_sequences_are_exact(run_ranks, library, num_ranks, sizes):
+    """Values of another size are as in multi-latent attention."""
     cases = [case for case in CASES if len(case[0]) in (num_ranks, 1, 2)]
-    for errors in run_ranks(num_ranks, errors_of_cases, library, cases):
-        assert max(map(max, errors)) < TOLERANCE, errors
-
-
-def test_values_of_another_size_are_exact(run_ranks, library):
-    """As in multi-latent attention; the library asks for its kernels with both sizes."""
-    sizes = {"head_dim": 24, "value_dim": 16}
-    for errors in run_ranks(3, errors_of_cases, library, [CASES[2], CASES[5]], **sizes):
+    for errors in run_ranks(num_ranks, errors_of_cases, library, cases, **sizes):
         assert max(map(max, errors)) < TOLERANCE, errors
 
 
@@ -86,18 +83,21 @@ def test_layers_that_alternate_between_ring_and_local_choose_once_each(run_ranks
 class OverCpuKernel(FakeFlashAttn):
     """With the window that TransformerEngine gives for a causal block."""
 
-    def _flash_attn_varlen_forward(
-        self, *given, causal, window_size_left, window_size_right, **how
-    ):
-        assert (window_size_left, window_size_right) == (-1, 0 if causal else -1)
-        del how["return_softmax"]
-        return super()._flash_attn_varlen_forward(*given, causal=causal, **how)
+    def _flash_attn_varlen_forward(self, *given, **how):
+        return super()._flash_attn_varlen_forward(*given, **_own(how))
 
-    def _flash_attn_varlen_backward(self, *given, causal, **how):
-        super()._flash_attn_varlen_backward(*given, causal=causal, **how)
+    def _flash_attn_varlen_backward(self, *given, **how):
+        rest = {name: how[name] for name in ("softcap", "alibi_slopes", "deterministic")}
+        super()._flash_attn_varlen_backward(*given, **_own(how), **rest)
 
     flash_attn_func = flash_attn_varlen_func = varlen_bwd = None
     _flash_attn_forward = _flash_attn_backward = None
+
+
+def _own(how):
+    window = how["window_size_left"], how["window_size_right"]
+    assert window == (-1, 0 if how["causal"] else -1)
+    return {name: how[name] for name in ("dropout_p", "softmax_scale", "causal")}
 
 
 def waits_of_rings(library, kernel, num_layers):
@@ -127,8 +127,8 @@ def tried(library, deterministic, shapes):
     torch.use_deterministic_algorithms(deterministic)
     attend, comm = TransformerEngineAttention(CPU), gloo_comm()
     for dtype in (torch.float16, torch.bfloat16):
-        try_out(attend, CPU, dtype, 16, shapes)
-        try_out_ring(attend, comm, CPU, dtype, 16, shapes)
+        try_out(attend, replace(shapes, dtype=dtype))
+        try_out_ring(attend, comm, replace(shapes, dtype=dtype))
     try:
         return attend.check(shapes)
     except ValueError as error:
@@ -138,28 +138,14 @@ def tried(library, deterministic, shapes):
 def test_a_rank_tries_a_ring_by_itself(run_ranks, library):
     """And asks for kernels: deterministic ones of long sequences the library does not have."""
     taken = ("local by cuDNN, ring by cuDNN",)
-    long = RunShapes(heads=8, kv_heads=1, longest=65_536, tokens_per_rank=8192, num_ranks=8)
+    heads = RunShapes(CPU, torch.float16, 16, heads=8, kv_heads=1)
+    long = replace(heads, longest=65_536, tokens_per_rank=8192, num_ranks=8)
     assert run_ranks(2, tried, library, False, long) == [taken] * 2
-    short = RunShapes(heads=8, kv_heads=1, longest=128, tokens_per_rank=128, num_ranks=2)
+    short = replace(heads, longest=128, tokens_per_rank=128, num_ranks=2)
     assert run_ranks(2, tried, library, True, short) == [taken] * 2
     for refused in run_ranks(2, tried, library, True, long):
         assert refused.startswith("found no deterministic kernel of it for ")
 
 
-def one_token(library):
-    """Body of a rank: is one token right whose parts lie in one tensor, as in a model's layer?"""
-    te_wheel.load(library)
-    attend = TransformerEngineAttention(CPU)
-    layout = TokenLayout((0,), 0, (), (1,), CPU)
-    heads, head_dim = 2, 16
-    projected = torch.randn(1, 1, 1, (heads + 2) * head_dim).half().requires_grad_()
-    q, k, v = projected.split([heads * head_dim, head_dim, head_dim], dim=3)
-    q, k = q.reshape(1, 1, heads, head_dim) * 2, k.contiguous() * 2  # positions make new tensors
-    out = attend(q.squeeze(1), k.squeeze(1), v.squeeze(1), layout, None, 1.0)
-    out.sum().backward()
-    of_v = projected.grad[..., -head_dim:]
-    return torch.equal(out, v[0].expand(1, heads, head_dim)) and bool((of_v == heads).all())
-
-
 def test_one_token_with_one_head_of_keys(run_ranks, library):
-    assert run_ranks(1, one_token, library) == [True]
+    assert run_ranks(1, one_token, te_wheel.load, library) == [True]

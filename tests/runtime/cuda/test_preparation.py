@@ -1,25 +1,22 @@
-"""What CUDA and PyTorch read at their start is set before, and a user's choice is kept."""
+"""What CUDA and PyTorch read at their start is set before; the driver is asked first."""
 
+import ctypes
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from megatron_hdp.runtime.cuda import (
-    Run,
-    allocator,
-    describe,
-    preparation,
-    prepare,
-    run_of,
-)
-from megatron_hdp.runtime.cuda.start import Connections, ModuleLoading
+from megatron_hdp.runtime.cuda import Run, describe, device, preparation, prepare, run_of, settings
+from megatron_hdp.runtime.cuda.device import EAGER, compute_capability, loading_mode
+from megatron_hdp.runtime.cuda.settings import CONNECTIONS as QUEUES
+from megatron_hdp.runtime.cuda.settings import MEMORY, MODULES, OTHER_MEMORY
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-QUEUES, MODULES, MEMORY = Connections.variable, ModuleLoading.variable, allocator.VARIABLE
 HDP = {MODULES: "EAGER", MEMORY: "expandable_segments:True"}
 RUN = Run(capability=HOPPER, hybrid_data_parallel=True)
 
@@ -50,18 +47,34 @@ def test_what_a_run_sets(capability, tensor_parallel, hdp, expected):
     assert environment == expected
 
 
+GROWS = "expandable_segments:True"
+
+
 @pytest.mark.parametrize(
-    ("tensor_parallel", "found", "is_doubted"),
-    [(True, "1", False), (True, "8", True), (False, "1", True), (False, "8", False)],
+    ("name", "found", "tensor_parallel", "doubt"),
+    [
+        (QUEUES, "1", True, None),
+        (QUEUES, "8", True, "1 would be"),
+        (QUEUES, "1", False, "32 would be"),
+        (QUEUES, "8", False, None),
+        (MODULES, "EAGER", False, None),
+        (MODULES, "LAZY", False, "and ranks may stand still"),
+        (MODULES, "DEFAULT", False, "and ranks may stand still"),
+        *((one, "expandable_segments:False", False, None) for one in (MEMORY, OTHER_MEMORY)),
+        *((one, f"max_split_size_mb:5,{GROWS}", False, None) for one in (MEMORY, OTHER_MEMORY)),
+        *((one, "max_split_size_mb:5", False, f"with {GROWS}") for one in (MEMORY, OTHER_MEMORY)),
+    ],
 )
-def test_a_users_number_of_queues_is_kept_and_doubted(tensor_parallel, found, is_doubted):
-    environment = {QUEUES: found}
+def test_what_a_user_has_set_is_kept_and_doubted(name, found, tensor_parallel, doubt):
+    environment = {name: found}
     run = Run(capability=HOPPER, tensor_parallel=tensor_parallel, hybrid_data_parallel=True)
     lines = prepare(run, environment)
-    assert environment == {QUEUES: found, **HDP}
-    assert len(lines) == is_doubted
-    for line in lines:
-        assert f"{QUEUES}={found} is kept, {1 if tensor_parallel else 32} would" in line
+    wanted = {QUEUES: "1" if tensor_parallel else "32", **HDP, name: found}
+    if name == OTHER_MEMORY:
+        del wanted[MEMORY]
+    assert environment == wanted
+    assert len(lines) == (doubt is not None)
+    assert all(line.startswith(f"{name}={found} is kept, {doubt}") for line in lines)
 
 
 @pytest.mark.parametrize("found", ["0", "33", "many", "-1", ""])
@@ -72,47 +85,16 @@ def test_what_cuda_does_not_take_is_refused(found):
     assert environment == {QUEUES: found}
 
 
-@pytest.mark.parametrize("found, is_doubted", [("EAGER", False), ("LAZY", True), ("DEFAULT", True)])
-def test_a_users_way_of_loading_is_kept_and_doubted(found, is_doubted):
-    environment = {MODULES: found}
-    lines = prepare(RUN, environment)
-    assert environment[MODULES] == found
-    assert [f"{MODULES}={found} is kept" in line for line in lines] == [True] * is_doubted
-
-
-@pytest.mark.parametrize("name", [MEMORY, allocator.OTHER_NAME])
-@pytest.mark.parametrize(
-    "found, is_doubted",
-    [
-        ("expandable_segments:False", False),
-        ("max_split_size_mb:512,expandable_segments:True", False),
-        ("max_split_size_mb:512", True),
-    ],
-)
-def test_a_users_allocator_is_kept_under_either_name(name, found, is_doubted):
-    environment = {name: found}
-    lines = prepare(RUN, environment)
-    assert {n: v for n, v in environment.items() if "ALLOC" in n} == {name: found}
-    assert [f"{name}={found} is kept, with expandable" in line for line in lines] == (
-        [True] * is_doubted
-    )
-
-
 @pytest.mark.parametrize(
     "run, environment, release, words",
     [
-        (
-            Run(capability=HOPPER, hybrid_data_parallel=True, registers_buffers=True),
-            {},
-            "6.1",
-            "-ub",
-        ),
+        (replace(RUN, registers_buffers=True), {}, "6.1", "-ub"),
         (RUN, {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}, "6.1", "switched off"),
         (RUN, {}, "5.15.90.1-microsoft-standard-WSL2", "under WSL"),
     ],
 )
 def test_what_excludes_expandable_segments_is_said(run, environment, release, words, monkeypatch):
-    monkeypatch.setattr(allocator.platform, "release", lambda: release)
+    monkeypatch.setattr(settings.platform, "release", lambda: release)
     environment = dict(environment)
     (line,) = prepare(run, environment)
     assert "expandable_segments:True is left out" in line and words in line
@@ -121,25 +103,17 @@ def test_what_excludes_expandable_segments_is_said(run, environment, release, wo
         assert "is left out" in describe(HOPPER, environment)["CUDA allocator"]
 
 
-class Torch:
-    """PyTorch as far as it is asked: imported already, of two releases."""
-
-    def __init__(self, is_new):
-        self.told = []
-        self._C = SimpleNamespace()
-        self.cuda = SimpleNamespace(memory=SimpleNamespace())
-        if is_new:
-            self._C._accelerator_setAllocatorSettings = self.told.append
-        else:
-            self.cuda.memory._set_allocator_settings = self.told.append
-
-
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_torch_that_is_imported_is_told(monkeypatch, is_new):
-    torch = preparation.sys.modules["torch"] = Torch(is_new)
+    """By the function of its release."""
+    told = []
+    new = {"_accelerator_setAllocatorSettings": told.append} if is_new else {}
+    old = {} if is_new else {"_set_allocator_settings": told.append}
+    memory = SimpleNamespace(memory=SimpleNamespace(**old))
+    preparation.sys.modules["torch"] = SimpleNamespace(_C=SimpleNamespace(**new), cuda=memory)
     assert prepare(RUN, {}) == []
-    assert torch.told == ["expandable_segments:True"]
-    assert prepare(RUN, {MEMORY: "max_split_size_mb:512"}) and len(torch.told) == 1
+    assert told == ["expandable_segments:True"]
+    assert prepare(RUN, {MEMORY: "max_split_size_mb:512"}) and len(told) == 1
 
 
 def test_this_torch_can_be_told():
@@ -149,12 +123,12 @@ def test_this_torch_can_be_told():
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch._C._accelerator_setAllocatorSettings("")
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
-    for names in ((MEMORY,), (allocator.OTHER_NAME,), (MEMORY, allocator.OTHER_NAME)):
-        settings = {name: f"max_split_size_mb:{100 + len(name)}" for name in names}
+    for names in ((MEMORY,), (OTHER_MEMORY,), (MEMORY, OTHER_MEMORY)):
+        found = {name: f"max_split_size_mb:{100 + len(name)}" for name in names}
         outcome = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=settings, timeout=120
+            [sys.executable, "-c", code], capture_output=True, text=True, env=found, timeout=120
         )
-        assert outcome.stdout.split() == [settings[names[0]]], outcome.stderr
+        assert outcome.stdout.split() == [found[names[0]]], outcome.stderr
         assert "deprecat" not in outcome.stderr
 
 
@@ -180,8 +154,6 @@ def test_what_cuda_has_read_is_not_changed_but_told(monkeypatch):
     ],
 )
 def test_a_script_is_known_from_its_arguments(line, hdp, tensor_parallel, registers, monkeypatch):
-    from megatron_hdp.runtime.cuda import device
-
     monkeypatch.setattr(device, "compute_capability", lambda: HOPPER)
     assert run_of(line.split()) == Run(
         capability=HOPPER if hdp else None,
@@ -193,18 +165,16 @@ def test_a_script_is_known_from_its_arguments(line, hdp, tensor_parallel, regist
 
 def test_words_for_doctor():
     assert set(describe(None, {}).values()) == {"no matter without a GPU"}
-    found = describe(HOPPER, {})
-    assert found["CUDA connections"].startswith(
-        "not set: a run sets 32 with HDP, 1 with tensor parallelism: "
-    )
-    assert found["CUDA modules"].startswith("not set: a run sets EAGER with HDP: loading a")
-    assert found["CUDA allocator"].startswith("not set: a run sets expandable_segments:True with")
-    assert describe(BLACKWELL, {})["CUDA connections"].startswith(
-        "not set: a run sets 32 with HDP:"
-    )
-    kept = describe(HOPPER, {QUEUES: "1", allocator.OTHER_NAME: "backend:native"})
-    assert kept["CUDA connections"].startswith("1 is set and kept; a run would set 32 with HDP")
-    assert kept["CUDA allocator"].startswith("backend:native is set and kept; a run would set ")
+    user = {QUEUES: "1", OTHER_MEMORY: "backend:native"}
+    for label, gpu, environment, words in (
+        ("connections", HOPPER, {}, "not set: a run sets 32 with HDP, 1 with tensor parallelism: "),
+        ("modules", HOPPER, {}, "not set: a run sets EAGER with HDP: loading a"),
+        ("allocator", HOPPER, {}, f"not set: a run sets {GROWS} with HDP: "),
+        ("connections", BLACKWELL, {}, "not set: a run sets 32 with HDP:"),
+        ("connections", HOPPER, user, "1 is set and kept; a run would set 32 with HDP"),
+        ("allocator", HOPPER, user, "backend:native is set and kept; a run would set "),
+    ):
+        assert describe(gpu, environment)[f"CUDA {label}"].startswith(words)
 
 
 _HOOK = f"""
@@ -237,19 +207,76 @@ def at_first_import(code, *arguments):
     return outcome.stdout.split()
 
 
-def test_the_command_sets_all_before_it_imports_torch():
+def test_the_command_and_the_plugin_set_all_before_they_import_torch(tmp_path: Path):
     flags = shlex.split(
         "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --train-iters 1 "
         "--lr 1 --data-path nowhere --hybrid-data-parallel --hdp-tokens-per-rank 8 "
         "--global-batch-size 1 --attention-dropout 0"
     )
     assert at_first_import(_COMMAND, *flags) == ["32", "EAGER", "expandable_segments:True"]
-
-
-def test_the_plugin_sets_all_before_it_imports_torch(tmp_path: Path):
     script = tmp_path / "pretrain_gpt.py"
-    script.write_text("")
+    script.touch()
     flags = ["--hybrid-data-parallel", "--tensor-model-parallel-size", "2"]
     found = at_first_import(_SCRIPT, str(script), *flags)
     assert found == ["1", "EAGER", "expandable_segments:True"]
     assert at_first_import(_SCRIPT, str(script)) == ["None"] * 3
+
+
+class Driver:
+    """An NVML that answers, or fails in one call."""
+
+    def __init__(self, failing: str | None = None) -> None:
+        self.failing = failing
+        self.calls: list[str] = []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append(name)
+            if name == self.failing:
+                return 9
+            if name == "nvmlDeviceGetCudaComputeCapability":
+                for pointer, value in zip(args[1:], HOPPER, strict=True):
+                    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = value
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [None, "nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetCudaComputeCapability"],
+)
+def test_the_driver_is_asked(monkeypatch, failing):
+    driver = Driver(failing)
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert compute_capability() == (None if failing else HOPPER)
+    assert failing == "nvmlInit_v2" or driver.calls[-1] == "nvmlShutdown"
+
+
+def test_hidden_gpus_and_a_machine_without_driver_are_none(monkeypatch):
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert compute_capability() is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(device.ctypes, "CDLL", mock.Mock(side_effect=OSError))
+    assert compute_capability() is None
+
+
+def lazily(pointer):
+    """What a libcuda that has started answers."""
+    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int))[0] = 2
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [
+        (SimpleNamespace(cuModuleGetLoadingMode=lambda pointer: 3), None),  # not initialised
+        (SimpleNamespace(cuModuleGetLoadingMode=lazily), 2),
+        (object(), None),  # before CUDA 11.7
+    ],
+)
+def test_the_loading_mode_is_known_once_cuda_has_started(monkeypatch, driver, expected):
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
+    assert loading_mode() == expected != EAGER

@@ -1,16 +1,28 @@
-"""Heartbeats of several ranks as threads of one process, over one store in memory."""
+"""Heartbeats of several ranks as threads of one process, over one store in memory.
+
+Whose device waits is not blamed, whatever its main thread stands in; asking may hang.
+"""
 
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.runtime.health import device_watch, heartbeat, store
+from megatron_hdp.runtime.clocks import DeviceClock
+from megatron_hdp.runtime.health import heartbeat, store
 from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure, is_communication_error
-from megatron_hdp.runtime.timeline import CHECKPOINT, FORWARD, MEETING, RING_WAIT, Timeline
+from megatron_hdp.runtime.timeline import (
+    CHECKPOINT,
+    DEVICE_WAIT,
+    FORWARD,
+    MEETING,
+    RING_WAIT,
+    Timeline,
+)
+from tests.runtime.test_clocks import Device
 
 INTERVAL_S = 0.2
 LIMIT_S = 0.6
@@ -44,12 +56,9 @@ class LoadedMachine:
     def running(self):
         """Within it heartbeats know no other clock."""
         self._thread.start()
-        modules = (heartbeat, store, device_watch)
-        with ExitStack() as stack:
-            stack.callback(self._stop.set)
-            for module in modules:
-                stack.enter_context(mock.patch.object(module, "time", self))
+        with mock.patch.object(heartbeat, "time", self), mock.patch.object(store, "time", self):
             yield
+        self._stop.set()
 
 
 class Rank(threading.Thread):
@@ -57,23 +66,12 @@ class Rank(threading.Thread):
 
     def __init__(self, number, world_size, store, work, **options):
         super().__init__(daemon=True)
-        self.number = number
-        self.timeline = Timeline()
-        self.go_on = threading.Event()
-        self.ended = []
-        self.error = None
-        self._work = work
-        self.heartbeat = Heartbeat(
-            self.timeline,
-            store=store,
-            rank=number,
-            world_size=world_size,
-            end_process=self._end,
-            **(DEFAULTS | options),
-        )
-
-    def _end(self, text):
-        self.ended.append(text)
+        self.number, self._work = number, work
+        self.timeline, self.go_on = Timeline(), threading.Event()
+        self.ended, self.error = [], None
+        place = {"store": store, "rank": number, "world_size": world_size}
+        how = DEFAULTS | options | {"end_process": self.ended.append}
+        self.heartbeat = Heartbeat(self.timeline, **place, **how)
 
     def run(self):
         try:
@@ -92,6 +90,10 @@ def wait(rank, kind=RING_WAIT, micro_batch=4):
 
 def compute(rank):
     wait(rank, FORWARD, 3)
+
+
+def meet(rank):
+    wait(rank, MEETING)
 
 
 def get_on(rank):
@@ -145,14 +147,17 @@ def test_a_rank_that_stands_still_is_named_to_all():
     assert any("stack of rank" in text and "go_on.wait" in text for text in texts)
 
 
-def test_a_rank_that_gets_on_is_waited_for():
-    with job(wait, get_on, wait) as ranks:
-        assert still_run(ranks, 3 * LIMIT_S)
+ASKED = {"stall_timeout_s": LONG_S, "asked_to_end": lambda: True}
 
 
-def test_ranks_that_compute_are_left_alone():
-    with job(compute, compute) as ranks:
-        assert still_run(ranks, 3 * LIMIT_S)
+@pytest.mark.parametrize(
+    ("work", "options"),
+    [((wait, get_on, wait), {}), ((compute, compute), {}), ((wait, compute, wait), ASKED)],
+    ids=["one that gets on", "all compute", "asked to end: until the step is saved"],
+)
+def test_living_ranks_are_waited_for(work, options):
+    with job(*work, **options) as ranks:
+        assert still_run(ranks, 4 * LIMIT_S)
 
 
 def test_saving_a_checkpoint_may_take_longer():
@@ -184,8 +189,10 @@ def fall_silent(rank):
         assert rank.go_on.wait(60)
 
 
-def test_a_rank_that_falls_silent_is_named():
-    with job(wait, wait, fall_silent) as ranks:
+@pytest.mark.parametrize("options", [{}, ASKED], ids=["stalled", "asked to end"])
+def test_a_rank_that_falls_silent_is_named(options):
+    """Launchers ask the others to end when they have lost a rank; no stall needs to pass."""
+    with job(wait, wait, fall_silent, **options) as ranks:
         texts = [ended(rank) for rank in ranks[:2]]
         heard_of.set()
     for text in texts:
@@ -193,28 +200,10 @@ def test_a_rank_that_falls_silent_is_named():
         assert "last in ring wait of step 2" in text and "wait for each other" not in text, text
 
 
-def test_a_rank_that_was_asked_to_end_looks_for_dead_ones():
-    """Launchers ask the others when they have lost a rank; no stall needs to pass."""
-    patient = {"stall_timeout_s": LONG_S}
-    with job(wait, wait, fall_silent, asked_to_end=lambda: True, **patient) as ranks:
-        texts = [ended(rank) for rank in ranks[:2]]
-        heard_of.set()
-    for text in texts:
-        assert "rank 2 (host " in text and "died or was stopped" in text, text
-    with job(wait, wait, fall_silent, **patient) as ranks:
+def test_without_a_stall_nobody_looks_who_was_not_asked():
+    with job(wait, wait, fall_silent, stall_timeout_s=LONG_S) as ranks:
         assert still_run(ranks, 4 * LIMIT_S)
         heard_of.set()
-
-
-def test_a_job_of_living_ranks_that_was_asked_to_end_goes_on():
-    """Until its step has run and is saved."""
-    patient = {"stall_timeout_s": LONG_S, "asked_to_end": lambda: True}
-    with job(wait, compute, wait, **patient) as ranks:
-        assert still_run(ranks, 4 * LIMIT_S)
-
-
-def meet(rank):
-    wait(rank, MEETING)
 
 
 def test_who_waits_for_data_to_be_prepared_waits_while_the_others_live():
@@ -236,16 +225,19 @@ def test_a_rank_that_never_came_is_named():
     rank.join(30)
 
 
-def test_failed_communication_names_the_rank_that_failed():
+def failing(intervals, error, cause=None):
+    """What raises the error after so many heartbeats."""
+
     def fail(rank):
-        rank.clock.sleep(3 * INTERVAL_S)
-        raise ValueError("planted\nmore")
+        rank.clock.sleep(intervals * INTERVAL_S)
+        raise error from cause
 
-    def lose_peer(rank):
-        rank.clock.sleep(4 * INTERVAL_S)
-        raise ValueError("a ring member did not answer") from RuntimeError("gloo: closed")
+    return fail
 
-    with job(lose_peer, fail, wait) as ranks:
+
+def test_failed_communication_names_the_rank_that_failed():
+    lost = ValueError("a ring member did not answer"), RuntimeError("gloo: closed")
+    with job(failing(4, *lost), failing(3, ValueError("planted\nmore")), wait) as ranks:
         assert "rank 1 (host " in ended(ranks[2])
     assert type(ranks[1].error) is ValueError
     assert isinstance(ranks[0].error, RankFailure)
@@ -254,24 +246,15 @@ def test_failed_communication_names_the_rank_that_failed():
 
 
 def test_failed_communication_names_the_rank_that_left():
-    def leave(rank):
-        return None
-
-    def lose_peer(rank):
-        rank.clock.sleep(3 * INTERVAL_S)
-        raise RuntimeError("[gloo/transport] Connection closed by peer")
-
-    with job(lose_peer, leave) as ranks:
+    lost = RuntimeError("[gloo/transport] Connection closed by peer")
+    with job(failing(3, lost), lambda rank: None) as ranks:
         ranks[0].join(120)
     assert "rank 1 (host " in str(ranks[0].error) and "has left the job" in str(ranks[0].error)
 
 
 def test_failed_communication_with_all_alive_names_the_rank_that_does_not_wait():
-    def time_out(rank):
-        rank.clock.sleep(3 * INTERVAL_S)
-        raise dist.DistBackendError("timed out")
-
-    with job(time_out, compute, wait, stall_timeout_s=LONG_S) as ranks:
+    late = failing(3, dist.DistBackendError("timed out"))
+    with job(late, compute, wait, stall_timeout_s=LONG_S) as ranks:
         ranks[0].join(120)
         assert "rank 1 (host " in ended(ranks[2])
     assert "stalled while 2 of 3 ranks wait: rank 1 (host " in str(ranks[0].error)
@@ -285,6 +268,86 @@ def test_leaving_in_order_ends_nobody():
         for rank in ranks:
             rank.join(120)
     assert [(rank.ended, rank.error) for rank in ranks] == [([], None)] * 3
+
+
+def launch(rank, *kinds, query=None):
+    """Puts spans into the queue of the rank's device, which does none of them; nothing waits."""
+    rank.device = Device()
+    rank.timeline.use(DeviceClock(rank.device.event, query))
+    for kind in kinds:
+        with rank.timeline.span(kind, 2):
+            rank.device.launch(1.0)
+    rank.device.queue.pop(0)  # it is past the beginning of the first
+
+
+def launch_to_a_device_that_waits(rank):
+    """Its queue is full: the main thread stands in a launch of the next forward."""
+    launch(rank, RING_WAIT, FORWARD)
+    wait(rank, FORWARD, 3)
+
+
+def launch_to_a_device_that_computes(rank, kind=FORWARD, micro_batch=3):
+    launch(rank, FORWARD, RING_WAIT)
+    wait(rank, kind, micro_batch)
+
+
+def read_a_result(rank):
+    """Where a main thread counts as waiting, for a device that computes."""
+    launch_to_a_device_that_computes(rank, DEVICE_WAIT, None)
+
+
+def test_the_rank_whose_device_computes_is_blamed_alone():
+    ranks = (wait, launch_to_a_device_that_waits, launch_to_a_device_that_computes)
+    with job(*ranks) as ranks:
+        texts = [ended(ranks[0]), ended(ranks[1])]
+    for text in texts:
+        assert "stalled while 2 of 3 ranks wait: rank 2 (host " in text, text
+        assert "its device in forward of micro-batch 2, as" in text and "rank 1 (" not in text, text
+
+
+def test_a_main_thread_that_waits_for_its_device_does_what_that_does():
+    with job(launch_to_a_device_that_waits, read_a_result) as ranks:
+        text = ended(ranks[0])
+    assert "rank 1 (host " in text and "in wait for the device" in text, text
+    assert "its device in forward of micro-batch 2" in text, text
+
+
+def test_devices_that_all_wait_are_a_deadlock():
+    with job(launch_to_a_device_that_waits, launch_to_a_device_that_waits) as ranks:
+        assert "all ranks wait for each other: rank 0" in ended(ranks[0])
+
+
+@pytest.mark.parametrize("kinds", [(FORWARD,), (FORWARD, RING_WAIT)], ids=" and ".join)
+def test_a_device_that_gets_on_is_waited_for(kinds):
+    """The main thread stands still for long: the queue is."""
+
+    def get_on(rank):
+        launch(rank, *kinds * 40)
+        with rank.timeline.span(FORWARD, 3):
+            while not rank.go_on.wait(LIMIT_S / 10):
+                del rank.device.queue[:1]
+
+    with job(wait, get_on) as ranks:
+        assert still_run(ranks, 4 * LIMIT_S)
+
+
+def test_a_question_that_hangs_silences_nobody():
+    """And the rank is taken for what its main thread says, as no device answers."""
+    may_answer = threading.Event()
+
+    def ask_in_vain(rank):
+        launch(rank, RING_WAIT, FORWARD, query=lambda event: may_answer.wait(60))
+        wait(rank, FORWARD, 3)
+
+    with job(wait, wait, ask_in_vain) as ranks:
+        assert still_run(ranks, LIMIT_S / 2)
+        texts = [ended(rank) for rank in ranks[:2]]
+        beats = ranks[2].heartbeat._others._beats
+        may_answer.set()
+    assert beats > LIMIT_S / INTERVAL_S, "its heartbeats went on"
+    for text in texts:
+        assert "stalled while 2 of 3 ranks wait: rank 2 (host " in text, text
+        assert "died" not in text and "device" not in text, text
 
 
 @pytest.mark.parametrize(

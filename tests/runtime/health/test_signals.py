@@ -30,20 +30,13 @@ def agreed_signals(number, count):
     return agreed, before == [signal.getsignal(one) for one in SIGNALS]
 
 
-def test_a_signal_to_one_rank_is_agreed_on(run_ranks):
-    for number in SIGNALS:
-        for agreed, restored in run_ranks(2, agreed_signals, number, 1):
-            assert agreed == [None, number, number] and restored
-
-
-def test_signals_add_up_to_one(run_ranks):
-    for agreed, _ in run_ranks(2, agreed_signals, signal.SIGTERM, 3):
-        assert agreed == [None, signal.SIGTERM, signal.SIGTERM]
-
-
-def test_no_signal(run_ranks):
-    for agreed, restored in run_ranks(2, agreed_signals, signal.SIGTERM, 0):
-        assert agreed == [None] * 3 and restored
+@pytest.mark.parametrize(
+    ("number", "count"), [*((one, 1) for one in SIGNALS), (signal.SIGTERM, 3), (signal.SIGTERM, 0)]
+)
+def test_signals_to_one_rank_are_agreed_on_as_one(run_ranks, number, count):
+    seen = number if count else None
+    for agreed, restored in run_ranks(2, agreed_signals, number, count):
+        assert agreed == [None, seen, seen] and restored
 
 
 def wait_in_c(ready):

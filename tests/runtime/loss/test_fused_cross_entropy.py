@@ -1,4 +1,4 @@
-"""The fused loss against PyTorch's cross entropy of all logits in float64, chunks of all sizes."""
+"""The fused loss, and that of logits, against PyTorch's cross entropy in float64; all chunks."""
 
 import sys
 from contextlib import nullcontext
@@ -75,48 +75,48 @@ def test_equals_cross_entropy_in_float64(device, tokens_a_chunk):
     assert largest_error(found, reference()) < 1e-13
 
 
-def learn_on_one_rank(dtype, logits_bytes, fault=None):
-    """The largest error of this rank's part, gradients of the hidden states summed over ranks."""
-    hidden, weight, labels, mask = case(dtype=dtype)
+def rows_of_this_rank():
+    """Its part of the vocabulary."""
     width = VOCABULARY // dist.get_world_size()
-    mine = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
-    with mock.patch.object(fused, *fault) if fault else nullcontext():
-        loss, dhidden, dweight = learn(
-            hidden, weight[mine].clone(), labels, mask, dist.group.WORLD, logits_bytes
-        )
+    return slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
+
+
+def error_on_one_rank(found, expected):
+    """The largest error of this rank's part, gradients of the hidden states summed over ranks."""
+    (result, dhidden, dweight), (right, right_dhidden, right_dweight) = found, expected
     dist.all_reduce(dhidden)
-    expected, expected_dhidden, expected_dweight = reference()
-    expected = expected, expected_dhidden, expected_dweight[mine]
-    return largest_error((loss, dhidden, dweight), expected), loss.item()
+    expected = right, right_dhidden, right_dweight[rows_of_this_rank()]
+    return largest_error((result, dhidden, dweight), expected)
+
+
+def learn_on_one_rank(logits_bytes, fault=None):
+    hidden, weight, labels, mask = case()
+    weight = weight[rows_of_this_rank()].clone()
+    with mock.patch.object(fused, *FAULTS_OF_RANKS[fault]) if fault else nullcontext():
+        found = learn(hidden, weight, labels, mask, dist.group.WORLD, logits_bytes)
+    return error_on_one_rank(found, reference()), found[0].item()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_share_the_vocabulary(run_ranks, num_ranks):
-    results = run_ranks(num_ranks, learn_on_one_rank, torch.float64, 7 * ONE_TOKEN // num_ranks)
+    results = run_ranks(num_ranks, learn_on_one_rank, 7 * ONE_TOKEN // num_ranks)
     assert max(error for error, _ in results) < 1e-13
     assert len({loss for _, loss in results}) == 1  # to the last bit
 
 
-def only_my_part(figures, group):
-    """The figures as if this rank's part of the vocabulary were all of it."""
-    return OVER_THE_VOCABULARY(figures, None)
-
-
-def first_rank(group):
-    """Every rank takes itself for the first."""
-    return 0
-
-
 OVER_THE_VOCABULARY = fused.over_the_vocabulary
 FAULTS_OF_RANKS = {
-    "wrong offset": ("rank_in", first_rank),
-    "ranks not combined": ("over_the_vocabulary", only_my_part),
+    "every rank takes itself for the first": ("rank_in", lambda group: 0),
+    "its part of the vocabulary for all of it": (
+        "over_the_vocabulary",
+        lambda figures, group: OVER_THE_VOCABULARY(figures, None),
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_RANKS)
 def test_a_fault_between_ranks_is_found(run_ranks, fault):
-    results = run_ranks(2, learn_on_one_rank, torch.float64, None, FAULTS_OF_RANKS[fault])
+    results = run_ranks(2, learn_on_one_rank, None, fault)
     assert max(error for error, _ in results) > 1e-2
 
 
@@ -174,16 +174,13 @@ def test_the_weights_gradient_is_summed_in_float32():
     assert (one != many).float().mean() < 0.02  # all but roundings at the end
 
 
+@pytest.mark.parametrize("tokens", [0, TOKENS])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_micro_batch_without_loss_tokens(device):
-    hidden, weight, labels, mask = case(device=device)
+def test_a_micro_batch_without_loss_tokens(device, tokens):
+    hidden, weight, labels, mask = case(tokens, device=device)
     loss, dhidden, dweight = learn(hidden, weight, labels, torch.zeros_like(mask))
-    assert loss == 0 and not dhidden.any() and not dweight.any()
-
-
-def test_no_tokens():
-    loss, dhidden, dweight = learn(*(one[:0] if i != 1 else one for i, one in enumerate(case())))
-    assert loss == 0 and dhidden.shape == (0, HIDDEN) and not dweight.any()
+    assert loss == 0 and dhidden.shape == hidden.shape
+    assert not dhidden.any() and not dweight.any()
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -206,27 +203,15 @@ def test_without_gradients_only_the_loss_is_made():
     assert abs(loss * SCALE - reference()[0]) < 1e-13 * reference()[0]
 
 
-def test_tied_weights_add_both_ways():
-    """The weights are also an embedding: their gradients add up."""
-    _, weight, labels, mask = case()
-    tokens = torch.arange(TOKENS) % VOCABULARY
-    gradients = []
-    for loss_of in (
-        lambda h, w: linear_cross_entropy(h, w, labels, mask, logits_bytes=ONE_TOKEN),
-        lambda h, w: token_sum_loss(h @ w.t(), labels, mask),
-    ):
-        leaf = weight.clone().requires_grad_()
-        loss_of(leaf[tokens].sin(), leaf).backward()
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients)
-
-
-def test_backward_runs_once():
+def test_backward_runs_once_and_with_a_sum_of_gradients_for_a_loss_of_weight_1():
     hidden, weight, labels, mask = case()
     loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels, mask)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="run forward again"):
         loss.backward()
+    loss = linear_cross_entropy(hidden, weight, labels, mask, main_grad=torch.zeros_like(weight))
+    with pytest.raises(RuntimeError, match="has weight 1"):
+        (loss * SCALE).backward()
 
 
 @pytest.mark.parametrize("wants_gradient", [True, False])
@@ -253,14 +238,6 @@ def test_the_weights_gradient_is_added_where_all_are_summed(wants_gradient):
         before = main_grad.clone()
         linear_cross_entropy(hidden, weight, labels, mask, main_grad=main_grad)
         assert torch.equal(main_grad, before)
-
-
-def test_a_loss_of_another_weight_cannot_go_with_a_sum_of_gradients():
-    hidden, weight, labels, mask = case()
-    main_grad = torch.zeros_like(weight)
-    loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels, mask, main_grad=main_grad)
-    with pytest.raises(RuntimeError, match="has weight 1"):
-        (loss * SCALE).backward()
 
 
 def test_a_mask_of_another_shape_is_refused():
@@ -293,18 +270,13 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made(dtype):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_where_gradients_are_summed_nothing_as_large_as_the_weights_is_made(dtype, in_place):
     tokens, vocabulary = 200, 400
-    hidden, weight, labels, mask = case(tokens, vocabulary, dtype)
+    hidden, weight, *of_tokens = case(tokens, vocabulary, dtype)
     main_grad = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
+    how = {"logits_bytes": 4 * vocabulary * dtype.itemsize}
+    how["main_grad"] = main_grad if in_place else None
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
     with LargestTensor(weight, main_grad) as largest:
-        loss = linear_cross_entropy(
-            hidden.requires_grad_(),
-            weight.requires_grad_(),
-            labels,
-            mask,
-            logits_bytes=4 * vocabulary * dtype.itemsize,
-            main_grad=main_grad if in_place else None,
-        )
-        loss.backward()
+        linear_cross_entropy(*leaves, *of_tokens, **how).backward()
     assert (largest.elements < weight.numel()) == in_place
     assert main_grad.any() == in_place
 
@@ -329,3 +301,46 @@ def test_without_triton_it_says_so_once(monkeypatch, spec, statistics, reason):
         rows = [fused._triton_rows(torch.device("cpu")) for _ in range(2)]
     fused._triton_rows.cache_clear()
     assert len(warned) == 1 and all(isinstance(one, TorchRows) for one in rows)
+
+
+def logits_case(dtype=torch.float64):
+    hidden, weight, labels, mask = case()
+    return (hidden @ weight.t()).to(dtype), labels.clamp(0), mask
+
+
+def logits_reference():
+    logits, labels, mask = logits_case()
+    logits.requires_grad_()
+    loss = (functional.cross_entropy(logits, labels, reduction="none") * mask).sum()
+    loss.backward()
+    return loss.detach(), logits.grad
+
+
+def loss_on_one_rank():
+    logits, labels, mask = logits_case()
+    logits = logits[:, rows_of_this_rank()].clone().requires_grad_()
+    loss = token_sum_loss(logits, labels, mask, dist.group.WORLD)
+    loss.backward()
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_loss_of_logits_equals_cross_entropy(run_ranks, num_ranks):
+    results = run_ranks(num_ranks, loss_on_one_rank)
+    loss, grad = logits_reference()
+    torch.testing.assert_close(torch.cat([g for _, g in results], dim=1), grad)
+    for found, _ in results:
+        torch.testing.assert_close(found, loss)
+
+
+def test_the_loss_of_logits_without_a_group_and_in_bfloat16():
+    logits, labels, mask = logits_case(torch.bfloat16)
+    logits.requires_grad_()
+    loss = token_sum_loss(logits, labels, mask)
+    loss.backward()
+    expected, grad = logits_reference()
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() - expected.item()) < 0.02 * expected.item()
+    assert logits.grad.dtype == torch.bfloat16
+    assert (logits.grad.double() - grad).abs().max() < 0.05
+    assert not logits.grad[~mask].any()

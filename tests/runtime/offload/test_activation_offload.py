@@ -5,21 +5,24 @@ import random
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_hdp.runtime.offload import ActivationOffload
+from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.offload.copies import ThreadCopyEngine
 from megatron_hdp.runtime.offload.host_pool import HostPool
+from megatron_hdp.runtime.offload.need import HostNeed
+from megatron_hdp.runtime.offload.saved_bytes import SavedBytes
 from megatron_hdp.runtime.offload.stash import MicroBatchStash, OffloadedStorage
-from tests.support.devices import CPU_AND_GPU, device_of
 
 WIDTH, TOKENS, NUM_LAYERS = 32, 64, 6
 STORAGE_BYTES = TOKENS * 4 * WIDTH * 4  # the largest that a layer saves
 COPIES = "megatron_hdp.runtime.offload.copies"
+CPU_AND_GPU = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 class Layer(nn.Module):
@@ -40,7 +43,7 @@ class Layer(nn.Module):
 def stack(request, monkeypatch):
     """Layers, their offload and a function that runs micro-batches, on the parameter's device."""
     monkeypatch.setattr(f"{COPIES}.StreamCopyEngine.least_bytes", 1)
-    return Stack(device_of(getattr(request, "param", "cpu")))
+    return Stack(torch.device(getattr(request, "param", "cpu")))
 
 
 class Stack:
@@ -81,16 +84,14 @@ def equal(found, expected):
 
 
 @pytest.mark.parametrize("stack", CPU_AND_GPU, indirect=True)
-@pytest.mark.parametrize("ratio", [0.01, 0.25, 0.5, 0.75, 1.0])
-def test_the_bits_are_the_same(stack, ratio):
-    assert equal(stack.gradients([ratio, 0.3, ratio]), stack.gradients([0, 0, 0]))
+@pytest.mark.parametrize(
+    ("ratio", "recompute"),
+    [(0.01, False), (0.25, False), (0.5, False), (0.75, False), (1.0, False), (1.0, True)],
+)
+def test_the_bits_are_the_same(stack, ratio, recompute):
+    found = stack.gradients([ratio, 0.3, ratio], recompute=recompute)
+    assert equal(found, stack.gradients([0, 0, 0]))
     assert stack.offload.offloaded_bytes > 0
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
-def test_with_recomputation(stack, recompute):
-    expected = stack.gradients([0, 0])
-    assert equal(stack.gradients([1.0, 0.5], recompute=recompute), expected)
 
 
 @pytest.mark.parametrize("stack", CPU_AND_GPU, indirect=True)
@@ -132,33 +133,16 @@ def test_a_ratio_out_of_range_is_refused(stack, ratio):
 
 
 def test_parameters_their_views_and_what_layers_share_stay(stack, monkeypatch):
-    gone = record_storages(monkeypatch)
+    gone, leaving = [], NUM_LAYERS - 2
+    note(monkeypatch, gone, OffloadedStorage, "__init__", lambda _, storage, *__: storage.nbytes())
     stack.layers[0].wide.weight.data = torch.randn(5 * WIDTH, WIDTH)[WIDTH:]  # a view of a buffer
-    stack.forward(1.0)
-    sizes = {size for size, _ in gone}
-    assert sizes == {TOKENS * 4 * width for width in (WIDTH, 4 * WIDTH, 2 * WIDTH, 1)}
-    # [t, 1] of the norm's mean and deviation, but not the turn, which is of the same size
-    assert sum(size == TOKENS * 4 for size, _ in gone) == 2 * (NUM_LAYERS - 2)
-
-
-def record_storages(monkeypatch):
-    """(size, address) of every storage that goes to the host from now on."""
-    gone, make = [], OffloadedStorage.__init__
-
-    def recording(self, storage, rules):
-        gone.append((storage.nbytes(), storage.data_ptr()))
-        make(self, storage, rules)
-
-    monkeypatch.setattr(OffloadedStorage, "__init__", recording)
-    return gone
-
-
-def test_views_of_one_base_go_once(stack, monkeypatch):
-    gone = record_storages(monkeypatch)
     _, stash = stack.forward(1.0)
-    wide = [size for size, _ in gone if size == STORAGE_BYTES]
-    assert len(wide) == NUM_LAYERS - 2  # gate and up are views of it
-    assert sum(size for size, _ in gone) == stash.offloaded_bytes
+    sizes = [size for _, size in gone]
+    assert set(sizes) == {TOKENS * 4 * width for width in (WIDTH, 4 * WIDTH, 2 * WIDTH, 1)}
+    # [t, 1] of the norm's mean and deviation, but not the turn, which is of the same size
+    assert sizes.count(TOKENS * 4) == 2 * leaving
+    assert sizes.count(STORAGE_BYTES) == leaving, "gate and up are views of one, which goes once"
+    assert sum(sizes) == stash.offloaded_bytes
 
 
 def test_memory_is_let_go_two_layers_later(stack, monkeypatch):
@@ -210,7 +194,7 @@ def test_a_use_that_does_not_wait_is_seen(stack, monkeypatch):
     """Planted: nobody waits for the way back."""
     expected, done = stack.gradients([0, 0]), threading.Event()
     slow_down(monkeypatch, begin=done.wait)
-    monkeypatch.setattr(f"{COPIES}._ThreadCopy.wait", lambda self: None)
+    monkeypatch.setattr(Future, "result", lambda self: None)
     found = stack.gradients([1.0, 0.5])
     done.set()
     assert not equal(found, expected)
@@ -250,18 +234,14 @@ def test_storages_and_host_memory_die_with_the_graph(stack):
 
 
 def test_backward_twice_through_one_graph(stack):
-    stack.layers.zero_grad()
-    loss, _ = stack.forward(0.7)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    twice = [parameter.grad.clone() for parameter in stack.layers.parameters()]
-    once = stack.gradients([0])[0:]
-    stack.layers.zero_grad()
-    loss, _ = stack.forward(0)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert equal(twice, [parameter.grad for parameter in stack.layers.parameters()])
-    assert not equal(twice, once)
+    found = []
+    for ratio in (0.7, 0):
+        stack.layers.zero_grad()
+        loss, _ = stack.forward(ratio, seed=0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([parameter.grad.clone() for parameter in stack.layers.parameters()])
+    assert equal(*found) and not equal(found[0], stack.gradients([0]))
 
 
 def test_an_error_in_forward_takes_the_hooks_off(stack):
@@ -290,3 +270,58 @@ def test_many_steps_leave_nothing_behind():
             counts.append((stack.offload.pool.held_bytes, living, stack.offload.pool.used_bytes))
     assert [count[1:] for count in counts] == [(0, 0)] * 10
     assert counts[-1][0] == counts[4][0]
+
+
+SAVED = SavedBytes(layers=[800, 800, 1000, 900], largest=300)
+"""Of ten tokens."""
+
+
+@pytest.mark.parametrize(
+    "stack, loads, most_alive, expected",
+    [
+        ((4,), [], 1, (0, 0)),
+        ((4,), [(40, 0.0)], 1, (0, 0)),
+        # two of four layers leave, a storage more than the share: 40 (0.5 x 2 x 100 + 30) x 9 / 8
+        ((4,), [(40, 0.5)], 1, (5850, 1200)),
+        ((4,), [(40, 0.5), (80, 0.0), (8, 1.0)], 1, (5850, 1200)),
+        ((4,), [(40, 0.5), (8, 1.0), (40, 0.5)], 2, (5850 + 2070, 1200)),
+        ((4,), [(40, 0.5), (8, 1.0)], 4, (5850 + 2070, 1200)),
+        ((4, 2), [(40, 0.5)], 1, (40 * (100 + 2 * 30) * 9 // 8, 1200)),  # each part a storage more
+        ((2,), [(40, 1.0)], 1, (0, 1200)),
+    ],
+)
+def test_by_hand(stack, loads, most_alive, expected):
+    need = HostNeed(*stack)
+    need.expect(SAVED, 10)
+    assert need.of(loads, most_alive) == expected
+
+
+def stack_that_knows():
+    stack = Stack(torch.device("cpu"))
+    saved = saved_bytes(stack.layers, stack.layers.parameters(), lambda: stack.forward(0, tokens=8))
+    stack.offload.need.expect(saved, 8)
+    return stack
+
+
+@pytest.mark.parametrize("ratios", [[1.0], [0.3, 0.7, 1.0, 0.01]])
+def test_no_forward_asks_for_host_memory(ratios):
+    stack = stack_that_knows()
+    stack.offload.reserve([(TOKENS, ratio) for ratio in ratios], most_alive=len(ratios))
+    held_bytes = stack.offload.pool.held_bytes
+    stack.gradients(ratios)
+    assert stack.offload.pool.num_late == 0
+    assert stack.offload.pool.held_bytes == held_bytes < 3 * stack.offload.offloaded_bytes
+
+
+def test_what_saves_more_than_the_example_is_known_to_the_next_step():
+    """Planted: the example was counted wrongly, at a tenth."""
+    stack = stack_that_knows()
+    stack.offload.need = HostNeed(len(stack.layers))
+    stack.offload.need.expect(SavedBytes(layers=[5000], largest=500), 10)
+    stack.offload.reserve([(TOKENS, 1.0)])
+    with pytest.warns(UserWarning, match="beyond the"):
+        stack.forward(1.0)
+    late = stack.offload.pool.num_late
+    stack.offload.reserve([(TOKENS, 1.0)] * 3, most_alive=3)
+    stack.gradients([1.0] * 3)
+    assert stack.offload.pool.num_late == late > 0

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
@@ -87,10 +88,13 @@ def test_windows_equal_full_attention_in_them(run_ranks, degree):
                 assert sent == halo_bytes(index, degree, chunks, window)
 
 
+@pytest.mark.parametrize(
+    "how", [{"has_sink": True}, {"kernel": MatmulKernel()}], ids=["sink", "plain kernel"]
+)
 @pytest.mark.parametrize("degree", [1, 2, 3])
-def test_a_sink_is_one_key_more(run_ranks, degree):
+def test_with_a_sink_and_by_the_plain_kernel(run_ranks, degree, how):
     ring = list(range(degree))
-    results = run_ranks(degree, attend_on_one_rank, ring, [5, 1, 8], [7, 1], has_sink=True)
+    results = run_ranks(degree, attend_on_one_rank, ring, [5, 1, 8], [7, 1], **how)
     assert max(error for error, _ in results) < 1e-13
 
 
@@ -105,35 +109,17 @@ def test_a_wrong_gradient_of_the_sink_is_seen(run_ranks):
     assert error == pytest.approx(0.5)
 
 
-def test_a_sink_in_bfloat16_stays_near_float64(run_ranks):
-    how = {"dtype": torch.bfloat16, "has_sink": True}
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_bfloat16_stays_near_float64(run_ranks, has_sink):
+    how = {"dtype": torch.bfloat16, "has_sink": has_sink}
     results = run_ranks(3, attend_on_one_rank, [0, 1, 2], [16], [9], **how)
     assert 1e-4 < max(error for error, _ in results) < 2e-2
 
 
-def test_bfloat16_stays_near_float64(run_ranks):
-    results = run_ranks(3, attend_on_one_rank, [0, 1, 2], [16], [9], dtype=torch.bfloat16)
-    assert 1e-4 < max(error for error, _ in results) < 2e-2
-
-
-@pytest.mark.parametrize("degree", [1, 3])
-def test_the_plain_kernel_is_exact_in_float64(run_ranks, degree):
-    ring = list(range(degree))
-    results = run_ranks(degree, attend_on_one_rank, ring, [5, 1], [7, 1], kernel=MatmulKernel())
-    assert max(error for error, _ in results) < 1e-13
-
-
-def attend_with_other_values(value_dim):
-    """Errors and bytes sent of heads of two sizes."""
-    comm, attend = gloo_comm(), RingAttention(PaddedKernel(CpuFlashKernel()))
-    sizes = {"head_dim": HEAD_DIM, "value_dim": value_dim}
-    errors = errors_of_part(attend, comm, [1, 0], [5, 1, 8], [7, 1], **sizes)
-    return max(errors), comm.bytes_sent
-
-
 @pytest.mark.parametrize("value_dim", [5, 11])
 def test_values_of_another_size_travel_as_they_are(run_ranks, value_dim):
-    for error, sent in run_ranks(2, attend_with_other_values, value_dim):
+    how = {"kernel": PaddedKernel(CpuFlashKernel()), "value_dim": value_dim}
+    for error, sent in run_ranks(2, attend_on_one_rank, [1, 0], [5, 1, 8], [7, 1], **how):
         assert error < 1e-13
         assert sent == 3 * sum((10, 2, 16)) * KV_HEADS * (HEAD_DIM + value_dim) * 8
 
@@ -141,17 +127,15 @@ def test_values_of_another_size_travel_as_they_are(run_ranks, value_dim):
 class KernelThatForgetsTheMergedLse(CpuFlashKernel):
     """A planted fault: each block's backward uses its own log-sum-exp."""
 
-    def backward(self, dout, q, k, v, out, lse, *how):
-        out, lse = self.forward(q, k, v, *how)
-        return super().backward(dout, q, k, v, out, lse, *how)
-
-
-def attend_with_a_fault():
-    return attend_on_one_rank([0, 1], [4], [], kernel=KernelThatForgetsTheMergedLse())
+    def backward(self, dout, of, *how):
+        out, lse = self.forward(*of[:3], *how)
+        return super().backward(dout, of._replace(out=out, lse=lse), *how)
 
 
 def test_a_planted_fault_is_seen(run_ranks):
-    assert max(error for error, _ in run_ranks(2, attend_with_a_fault)) > 1e-3
+    kernel = KernelThatForgetsTheMergedLse()
+    results = run_ranks(2, attend_on_one_rank, [0, 1], [4], [], kernel=kernel)
+    assert max(error for error, _ in results) > 1e-3
 
 
 def test_layout_refuses_odd_slices_and_rings_of_one():
@@ -166,3 +150,44 @@ def test_tokens_must_match_the_layout():
     x = torch.zeros(3, 1, 8)
     with pytest.raises(ValueError, match="3 tokens were given, the layout has 4"):
         RingAttention(CpuFlashKernel())(x, x, x, layout, None, 1.0)
+
+
+SLICES = (4, 2, 6)
+
+
+class Operations(TorchDispatchMode):
+    """Names of operations, in order: of the host, and those that a device is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_host, self.on_device = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        is_device = isinstance(result, torch.Tensor) and result.device.type == "meta"
+        if not function.is_view:
+            (self.on_device if is_device else self.on_host).append(function.__name__)
+        return result
+
+
+def layout(device="cpu", slices=SLICES):
+    return TokenLayout((0, 1), 0, slices, (7, 3), torch.device(device))
+
+
+def test_what_is_launched_for_a_layout():
+    """Nothing until it is read; offsets are sent in one copy each, heads and tails in one."""
+    with Operations() as operations:
+        made = layout("meta", SLICES * 50)
+        assert not operations.on_host and not operations.on_device
+        assert made.whole_segments.longest == 12 and made.local_segments.longest == 7
+    assert operations.on_device == ["_to_copy.default"] * 2
+    with Operations() as operations:
+        assert made.heads.shape == made.tails.shape == (300,)
+    assert operations.on_device == ["_to_copy.default"] and len(operations.on_host) <= 3
+
+
+def test_heads_and_tails_are_the_halves_of_each_slice():
+    made = layout()
+    assert made.heads.tolist() == [0, 1, 4, 6, 7, 8]
+    assert made.tails.tolist() == [2, 3, 5, 9, 10, 11]
+    assert (layout(slices=(8,)).heads, layout(slices=(8,)).tails) == (slice(0, 4), slice(4, 8))

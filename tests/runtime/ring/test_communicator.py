@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,25 +59,16 @@ def test_rings_of_plans_meet_few_others():
     assert len(met - connected) <= 2
 
 
-def connected(_):
+def connected():
     """Body of a rank: whom it has talked to when the communicator is there."""
-    talked = []
     exchange = dist.batch_isend_irecv
-
-    def noting(operations):
-        talked.append(operations[0].group_peer)
-        return exchange(operations)
-
-    dist.batch_isend_irecv = noting
-    try:
+    with mock.patch.object(dist, "batch_isend_irecv", wraps=exchange) as noted:
         new_ring_group([list(range(dist.get_world_size()))], timedelta(seconds=60))
-    finally:
-        dist.batch_isend_irecv = exchange
-    return talked
+    return [call.args[0][0].group_peer for call in noted.call_args_list]
 
 
 def test_all_neighbours_are_connected_at_start(run_ranks):
-    talked = run_ranks(5, connected, None)
+    talked = run_ranks(5, connected)
     assert talked == [[1, 3, 4], [0, 2], [3, 1], [2, 4, 0], [3, 0]]
 
 
@@ -97,15 +89,18 @@ def test_what_nccl_is_asked_for(monkeypatch, backend, max_ctas):
         made.append((ranks, timeout, pg_options))
         return "group"
 
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
+    of_torch = {
+        "ProcessGroupNCCL": SimpleNamespace(Options=Options),
+        "get_backend": lambda: backend,
+        "get_rank": lambda: 1,
+        "new_group": new_group,
+        "all_reduce": lambda tensor, group: None,
+    }
     monkeypatch.setattr(torch, "zeros", lambda *_, device: device)
     monkeypatch.setattr(communicator, "connect_neighbours", lambda group, device: None)
     timeout = timedelta(minutes=7)
-    assert new_ring_group([[0, 2], [1, 3]], timeout, CUDA, max_ctas) == "group"
+    with mock.patch.multiple(dist, create=True, **of_torch):
+        assert new_ring_group([[0, 2], [1, 3]], timeout, CUDA, max_ctas) == "group"
     assert [ranks for ranks, _, _ in made] == [[0, 2], [1, 3]]
     assert made[0][2] is not made[1][2] or backend == "gloo", "each group keeps its own"
     for _, found, options in made:

@@ -1,10 +1,13 @@
-"""The benchmarks of a GPU run on the CPU, small: each prints its table and says what it ran on."""
+"""The benchmarks of a GPU run on the CPU, small; rows of the loss's agree, what fails says so."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.processes import run_script
+from tests.support.scripts import script_module
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "gpu"
 
@@ -31,3 +34,54 @@ def test_without_a_gpu_it_says_so(name):
     done = run_script(SCRIPTS / f"{name}.py", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "found no NVIDIA GPU: give --device cpu --small" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def bench():
+    with script_module("gpu/bench_loss.py") as module:
+        yield module
+
+
+def test_rows_agree_and_the_fused_one_takes_less_memory(bench, monkeypatch):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    case = bench.make_case((512, 16_384, 16), "cpu")  # 32 MiB of logits in two chunks
+    with ExitStack() as stack:
+        rows = bench.make_rows("cpu", stack)
+    bench.measure(rows, case, bench.Budget(60), 1)
+    lines = {line[0]: line[1:] for line in bench.cells(rows, int(case.mask.sum()))}
+    bound, ours, logits = list(lines)[:3]
+    assert (bound, ours) == (bench.BOUND, bench.FUSED)
+    assert lines[ours][-2:] == lines[logits][-2:] and float(lines[ours][-2]) > 5
+    assert float(lines[ours][3]) < 0.6 * float(lines[logits][3])  # GiB
+    assert lines[bench.MEGATRON][0] == "megatron-core is not installed"
+    assert lines[ours][2] == "-"
+
+
+def tiny_case(bench):
+    return bench.Case(*(torch.ones(2, 2, requires_grad=True) for _ in range(2)), None, None)
+
+
+def test_a_row_that_fails_says_so(bench):
+    def out_of_memory(case):
+        raise torch.OutOfMemoryError("17 GiB")
+
+    def broken(case):
+        raise RuntimeError("no such\nkernel")
+
+    rows = [bench.Row(bench.BOUND, lambda case: (case.hidden @ case.weight).sum())]
+    rows += [bench.Row("big", out_of_memory), bench.Row("broken", broken)]
+    rows += [bench.Row(bench.FUSION, broken), bench.Row(bench.MEGATRON, None, problem="not there")]
+    bench.measure(rows, tiny_case(bench), bench.Budget(0), 1)
+    lines = {line[0]: line[1:] for line in bench.cells(rows, 2)}
+    assert lines["big"][0] == "out of memory"
+    assert lines["broken"][0] == "RuntimeError: no such kernel"
+    assert lines[bench.FUSION][0] == "no time left to compile it"
+    assert lines[bench.MEGATRON][0] == "not there" and lines[bench.BOUND][2] == "-"
+
+
+def test_a_failure_of_ours_is_an_error(bench):
+    def broken(case):
+        raise RuntimeError("ours is broken")
+
+    with pytest.raises(RuntimeError, match="ours is broken"):
+        bench.measure([bench.Row(bench.FUSED, broken)], tiny_case(bench), bench.Budget(0), 1)

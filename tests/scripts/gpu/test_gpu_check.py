@@ -1,4 +1,4 @@
-"""The check of a GPU machine: deadlines, what it carries, its table, its exit codes."""
+"""The check of a GPU machine: deadlines, what it carries, what it asks, its table, exit codes."""
 
 import importlib
 import json
@@ -8,6 +8,7 @@ import sys
 import tarfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,27 +17,22 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "scripts" / "gpu"
 sys.path.append(str(SCRIPTS))
-check, needs, running, bring_up_te = map(
-    importlib.import_module, ("check", "needs", "running", "bring_up_te")
+check, needs, running, bring_up_te, ask, questions = map(
+    importlib.import_module, ("check", "needs", "running", "bring_up_te", "ask", "questions")
 )
 
 
-def run(code, deadline_s=60.0):
-    said = []
-    done = running.run(
-        [sys.executable, "-c", code],
-        deadline_s=deadline_s,
-        say=said.append,
-        environment=os.environ,
-        folder=ROOT,
-    )
-    assert said == done.lines
-    return done
+def run(code, say):
+    how = {"deadline_s": 60.0, "environment": os.environ, "folder": ROOT}
+    return running.run([sys.executable, "-c", code], say=say, **how)
 
 
 def test_a_command_is_followed_to_its_end():
-    done = run("print('one'); import sys; print('two', file=sys.stderr); sys.exit(7)")
+    said = []
+    code = "print('one'); import sys; print('two', file=sys.stderr); sys.exit(7)"
+    done = run(code, said.append)
     assert done.code == 7 and sorted(done.lines) == ["one", "two"] and not done.timed_out
+    assert said == done.lines
 
 
 def test_a_command_ends_at_its_deadline_with_what_it_started(monkeypatch):
@@ -56,13 +52,7 @@ def test_a_command_ends_at_its_deadline_with_what_it_started(monkeypatch):
 
     told = threading.Event()
     monkeypatch.setattr(running.subprocess.Popen, "wait", wait_until_told)
-    done = running.run(
-        [sys.executable, "-c", code],
-        deadline_s=60.0,
-        say=lambda line: (found.append(int(line)), told.set()),
-        environment=os.environ,
-        folder=ROOT,
-    )
+    done = run(code, lambda line: (found.append(int(line)), told.set()))
     assert done.timed_out and done.lines == [str(one) for one in found]
     (child,) = found
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
@@ -78,40 +68,27 @@ def test_requirements_come_from_pyproject():
     assert set(names) - set(carried) == {"torch", "numpy"}
 
 
-@pytest.mark.parametrize(
-    ("requirement", "here"),
-    [
-        ("pytest", True),
-        ("pytest>=8.0", True),
-        ("pytest>=999", False),
-        ("pytest>=8.0,<8.0.1", False),
-        ("no-such-package-anywhere", False),
-    ],
-)
-def test_what_is_lacking(requirement, here):
-    assert needs.is_here(requirement) == here
-    assert needs.lacking([requirement]) == ([] if here else [requirement])
+def test_what_is_lacking():
+    lacking = ["pytest>=999", "pytest>=8.0,<8.0.1", "no-such-package-anywhere"]
+    assert needs.lacking(["pytest", "pytest>=8.0", *lacking]) == lacking
 
 
 @pytest.fixture
 def one_check(tmp_path):
-    def make(**more):
-        settings = {
-            "out": tmp_path / "out",
-            "work": tmp_path / "work",
-            "limit_s": 100.0,
-            "device": "cpu",
-        }
-        return check.Check(**(settings | more))
+    def make(rows=None, **more):
+        """With parts that give these rows at once."""
+        settings = {"out": tmp_path / "out", "work": tmp_path / "work", "limit_s": 100.0}
+        made = check.Check(**(settings | {"device": "cpu"} | more))
+        for name, result in (rows or {}).items():
+            setattr(made, name, partial(check.Row, name, result))
+        return made
 
     return make
 
 
 def test_a_failed_part_is_told_and_the_others_run(one_check, monkeypatch):
-    done = one_check()
-    for name in ("packages", "planner", "transformer_engine", "doctor", "picture"):
-        row = check.Row(name, "ok")
-        monkeypatch.setattr(done, name, lambda row=row: row)
+    parts = ("packages", "planner", "transformer_engine", "doctor", "picture")
+    done = one_check(dict.fromkeys(parts, "ok"))
     failing = "import sys; print('tests/a.py::one PASSED [ 50%]')\n"
     failing += "print('tests/a.py::two[x y] FAILED [100%]'); sys.exit(1)"
     command = done.command
@@ -144,12 +121,8 @@ def test_some_parts_only(one_check, monkeypatch, part):
 
 
 @pytest.mark.parametrize("broken", ["packages", "planner"])
-def test_nothing_runs_without_the_package(one_check, monkeypatch, broken):
-    done = one_check()
-    for name in ("packages", "planner"):
-        result = "failed: exit code 1" if name == broken else "ok"
-        row = check.Row(name, result)
-        monkeypatch.setattr(done, name, lambda row=row: row)
+def test_nothing_runs_without_the_package(one_check, broken):
+    done = one_check({"packages": "ok", "planner": "ok"} | {broken: "failed: exit code 1"})
     done.all_parts()
     assert done.rows[-1].part == broken and done.has_failed()
 
@@ -161,7 +134,7 @@ def test_files_with_gpu_tests_are_found_by_what_they_import_too(tmp_path, monkey
     texts = {
         "helper.py": f"GPU = {mark}",
         "test_by_itself.py": f"@{mark}",
-        "test_by_helper.py": "from tests.helper import GPU",
+        "test_by_helper.py": "from tests.support.helper import GPU",
         "test_other.py": "from tests.helpers import CPU",
     }
     for name, text in texts.items():
@@ -172,13 +145,9 @@ def test_files_with_gpu_tests_are_found_by_what_they_import_too(tmp_path, monkey
 
 def test_wheels_are_taken_without_an_index(one_check, tmp_path, monkeypatch):
     done = one_check(wheels=tmp_path)
-    commands = []
+    commands, finished = [], running.Finished(0, [], False)
     monkeypatch.setattr(needs, "is_here", lambda one: needs.name_of(one) != "orjson")
-    monkeypatch.setattr(
-        done,
-        "command",
-        lambda words, limit: commands.append(words) or running.Finished(0, [], 1.0, False),
-    )
+    monkeypatch.setattr(done, "command", lambda words, limit: commands.append(words) or finished)
     assert done.packages() == check.Row("packages", "ok", figures="1 installed")
     (words,) = commands
     assert "--no-index" in words and "--no-deps" in words and words[-1].startswith("orjson")
@@ -187,14 +156,13 @@ def test_wheels_are_taken_without_an_index(one_check, tmp_path, monkeypatch):
 
 def test_a_benchmark_keeps_to_the_time_that_is_left(one_check, monkeypatch):
     done = one_check(limit_s=40.0)
-    assert done.benchmark("bench_of_nothing", 1).figures == "not in this tree"
     assert done.benchmark("bench_offload", 4).figures == "no time left"
     asked = []
 
     def command(words, limit):
         asked.append((words, limit))
         lines = ["a machine", "| tokens | ms |", "|---|---|", "| 1 | 2 |", "| 2 | 3 |"]
-        return running.Finished(0, lines, 1.0, False)
+        return running.Finished(0, lines, False)
 
     monkeypatch.setattr(done, "command", command)
     assert done.benchmark("bench_offload", 1).figures == "2 rows"
@@ -204,15 +172,18 @@ def test_a_benchmark_keeps_to_the_time_that_is_left(one_check, monkeypatch):
     assert done.tables[:3] == ["## bench_offload", "", "a machine"]
 
 
-def test_without_a_gpu_it_says_so_and_leaves(tmp_path):
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
-    done = subprocess.run(
-        [ROOT / "scripts/gpu_check.sh", "--out", tmp_path],
-        env=environment,
+def gpu_check(*options, timeout=120, **environment):
+    return subprocess.run(
+        [ROOT / "scripts/gpu_check.sh", *options],
+        env=os.environ | {"PYTHON": sys.executable} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout,
     )
+
+
+def test_without_a_gpu_it_says_so_and_leaves(tmp_path):
+    done = gpu_check("--out", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
     assert line.startswith("no NVIDIA GPU here")
@@ -220,13 +191,7 @@ def test_without_a_gpu_it_says_so_and_leaves(tmp_path):
 
 @pytest.mark.slow
 def test_the_whole_flow_on_a_cpu(tmp_path):
-    done = subprocess.run(
-        [ROOT / "scripts/gpu_check.sh", "--cpu", "--out", tmp_path],
-        env=os.environ | {"PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
+    done = gpu_check("--cpu", "--out", tmp_path, timeout=550)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     assert "| tests | ok |" in done.stdout
     assert (tmp_path / "check.md").exists() and (tmp_path / "check.log").exists()
@@ -244,10 +209,9 @@ def bundle_of(tmp_path, extension=None):
         (tree / "transformer_engine/marker.py").write_text("")
     with tarfile.open(bundle / "te_py.tar.gz", "w:gz") as archive:
         archive.add(tree, ".")
-    with bring_up_te.lzma.open(bundle / "libtransformer_engine_sm90.so.xz", "wb") as file:
-        file.write(b"library")
-    with bring_up_te.lzma.open(bundle / "te_torch_ext.so.xz", "wb") as file:
-        file.write(b"extension")
+    contents = {"libtransformer_engine_sm90.so.xz": b"library", "te_torch_ext.so.xz": b"extension"}
+    for name, content in contents.items():
+        (bundle / name).write_bytes(bring_up_te.lzma.compress(content))
     return bundle
 
 
@@ -278,3 +242,36 @@ def test_an_extension_that_does_not_load_is_built_or_told(tmp_path):
     assert "does not load: building it" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert last.startswith("TransformerEngine does not come up:") and "expected one" in last
+
+
+@pytest.mark.parametrize("topic", questions.TOPICS)
+def test_questions_can_be_listed_without_a_gpu(topic, capsys):
+    assert ask.main([topic, "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    asked = questions.questions_of(topic)
+    assert len(asked) and len({one.text for one in asked}) == len(asked)
+    assert len(lines) == 2 + len(asked) + 2 and "of 0 as expected" in lines[-1]
+    for line, one in zip(lines[2:], asked, strict=False):
+        assert line == f"| {one.text} | needs a GPU | {one.expected} | | |"
+        assert line.count("|") == 6, "a cell must not hold a column's mark"
+
+
+def test_every_answer_has_its_line_and_its_verdict(monkeypatch, capsys):
+    """Planted: one that raises and one that is not as expected."""
+
+    def raising():
+        raise RuntimeError("no kernel\nfor this | GPU")
+
+    asked = (
+        questions.Question("one", "1", lambda: questions.Answer("1", True)),
+        questions.Question("two", "2", raising),
+        questions.Question("three", "3", lambda: questions.Answer("4", False)),
+    )
+    monkeypatch.setattr(ask, "TOPICS", ("numbers",))
+    monkeypatch.setattr(ask, "questions_of", lambda topic: asked)
+    assert ask.main(["numbers"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| one | 1 | 1 | yes |")
+    assert lines[3].startswith("| two | RuntimeError: no kernel for this / GPU | 2 | NO |")
+    assert lines[4].startswith("| three | 4 | 3 | NO |")
+    assert lines[-1] == "figures: 1 of 3 as expected"

@@ -1,0 +1,161 @@
+"""Several attention backends in one run: which one computes a layer of a micro-batch.
+
+All members of a ring choose the same, as they see the same layout and run the same layer.
+TransformerEngine's rings know neither windows nor sinks, and its attention gives no log-sum-exp to
+add a sink to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+
+from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
+from megatron_hdp.runtime.attention.selection import OUR_RING, Selection, select_attention
+from megatron_hdp.runtime.ring import LatentRing, RingAttention, RingComm, TokenLayout
+
+Decision: TypeAlias = Callable[[TokenLayout], bool]
+"""Whether a micro-batch's ring passes the latent on: the same on all its members."""
+
+
+class OneOfTwo:
+    """A backend that hands each call on to one of two.
+
+    Args:
+        others: for all that is not for `special`.
+        special: for what `is_special` says.
+        is_special: asked with the micro-batch's layout and whether the layer has a window or sink.
+        what: is for `special`, in words.
+    """
+
+    def __init__(
+        self,
+        others: AttentionBackend,
+        special: AttentionBackend,
+        is_special: Callable[[TokenLayout, bool], bool],
+        what: str,
+    ) -> None:
+        self._others, self._special, self._is_special = others, special, is_special
+        self.name = f"{others.name}, {what} by {special.name}"
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: TokenLayout,
+        comm: RingComm,
+        scale: float,
+        *,
+        window: int | None = None,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        is_special = self._is_special(layout, window is not None or sink is not None)
+        attend = self._special if is_special else self._others
+        return attend(q, k, v, layout, comm, scale, window=window, sink=sink)
+
+
+class AttentionByLatent(OneOfTwo):
+    """The backend of keys and values, and beside it a ring in which their latent travels.
+
+    Where it is called with keys and values, these travel.
+
+    Args:
+        others: where keys and values travel, or nothing does.
+        latent_ring: where the latent does.
+        choice: "latent", "kv", or "auto": as `decide_by` says, and until then "kv".
+    """
+
+    def __init__(self, others: AttentionBackend, latent_ring: LatentRing, choice: str) -> None:
+        self.latent_ring, self._choice = latent_ring, choice
+        self._decision: Decision = lambda _: choice == "latent"
+        rings = {"auto": "rings of either by their cost", "latent": "rings of latents"}[choice]
+        super().__init__(others, others, lambda *_: False, rings)
+        self.name = f"{others.name}, {rings} by {latent_ring.kernel.name}"
+
+    def decide_by(self, decision: Decision) -> None:
+        """Lets a cost model decide, where the choice is left to it."""
+        if self._choice == "auto":
+            self._decision = decision
+
+    def latent_travels(self, layout: TokenLayout) -> bool:
+        """Whether this micro-batch is for `latent_ring`; without a ring nothing travels."""
+        return layout.degree > 1 and self._decision(layout)
+
+
+def with_float32_rings(
+    selection: Selection, least_degree: int | None, shapes: RunShapes
+) -> Selection:
+    """The selection, with long rings by our own ring, which adds up in float32.
+
+    Args:
+        selection: for short rings and whole sequences; our own ring stays as it is.
+        least_degree: of long rings, at least 2; without it the selection stays as it is.
+        shapes: of the run.
+
+    Raises:
+        ValueError: there is no kernel for our ring; says why.
+    """
+    if least_degree is None or isinstance(selection.backend, RingAttention):
+        return selection
+    return _with_ours(
+        selection,
+        select_attention(shapes, OUR_RING),
+        lambda layout, _: layout.degree >= least_degree,
+        f"rings of {least_degree} ranks and more",
+    )
+
+
+def with_own_ring(selection: Selection, shapes: RunShapes) -> Selection:
+    """The selection, with layers that have a window or a sink by our own ring.
+
+    Raises:
+        ValueError: there is no kernel for our ring; says why.
+    """
+    if isinstance(selection.backend, RingAttention) or not (shapes.windows or shapes.sink):
+        return selection
+    ours = select_attention(shapes, OUR_RING)
+    if not shapes.plain_layers:
+        why = "every layer has a window or a sink, and its rings know neither"
+        refused = {selection.backend.name: why} | selection.refused | ours.refused
+        return replace(ours, refused=refused)
+    what = "layers with a window or a sink"
+    return _with_ours(selection, ours, lambda _, has_either: has_either, what)
+
+
+def _with_ours(
+    selection: Selection,
+    ours: Selection,
+    is_special: Callable[[TokenLayout, bool], bool],
+    what: str,
+) -> Selection:
+    backend = OneOfTwo(selection.backend, ours.backend, is_special, what)
+    return replace(selection, backend=backend, refused=selection.refused | ours.refused)
+
+
+def with_latent_ring(selection: Selection, choice: str, shapes: RunShapes) -> Selection:
+    """The selection, with a ring for latents beside it.
+
+    Args:
+        selection: for keys and values.
+        choice: as of `AttentionByLatent`; with "kv" the selection stays as it is.
+        shapes: of the run.
+
+    Raises:
+        ValueError: there is no kernel for our ring; says why.
+    """
+    if choice == "kv":
+        return selection
+    ours = selection
+    if not isinstance(selection.backend, RingAttention):
+        ours = select_attention(shapes, OUR_RING)
+    assert isinstance(ours.backend, RingAttention), "our own ring is made of a block kernel"
+    return replace(
+        selection,
+        backend=AttentionByLatent(selection.backend, LatentRing(ours.backend.kernel), choice),
+        refused=selection.refused | ours.refused,
+    )
