@@ -30,13 +30,16 @@ def arguments(prefix, **overrides):
 
 def plan_otherwise(problem, strategy):
     """A valid plan, not the one that the other ranks make."""
-    return make_plan(problem, "naive")
+    return MAKE_PLAN(problem, "naive")
+
+
+MAKE_PLAN = planning.make_plan
 
 
 def outcome(run, rank, odd_run, odd_plan):
     """Body of a rank: what it raised, and whether a micro-batch was begun."""
     is_odd = rank_number() == rank
-    planner = plan_otherwise if odd_plan and is_odd else make_plan
+    planner = plan_otherwise if odd_plan and is_odd else MAKE_PLAN
     with (
         mock.patch.object(planning, "make_plan", planner),
         mock.patch.object(HdpExecutor, "run", autospec=True, side_effect=HdpExecutor.run) as began,

@@ -29,19 +29,17 @@ from tests.support.gradients import (
 )
 from tests.support.ranks import RankError
 
+MAKE_PLAN = "megatron_hdp.data.steps.planning.make_plan"
+
 
 def what_is_planned(arguments):
     """Body of a rank: layers and stages that a step's plan is made for."""
     parallel.initialise(arguments)
-    seen = []
-
-    def noting(problem, strategy):
-        seen.append(problem)
-        return make_plan(problem, strategy)
-
-    hdp_step(arguments, ("megatron_hdp.data.steps.planning.make_plan", noting))
-    pipeline = seen[-1].pipeline
-    return seen[-1].cost_model.num_layers, pipeline.stages, pipeline.chunks, pipeline.weights
+    with mock.patch(MAKE_PLAN, wraps=make_plan) as planned:
+        hdp_step(arguments)
+    (problem, _), _ = planned.call_args
+    pipeline = problem.pipeline
+    return problem.cost_model.num_layers, pipeline.stages, pipeline.chunks, pipeline.weights
 
 
 def test_all_ranks_plan_for_the_same_stages(run_ranks, tmp_path):
@@ -100,7 +98,7 @@ def test_a_stage_s_seconds_are_told_as_those_of_all(run_ranks, tmp_path):
 
 def planned_offload(arguments):
     """Body of a rank: what offload came to, and the layers that the plan counted with."""
-    with mock.patch("megatron_hdp.data.steps.planning.make_plan", wraps=make_plan) as planned:
+    with mock.patch(MAKE_PLAN, wraps=make_plan) as planned:
         offloaded_bytes, _, askers = test_offload.planned_offload(arguments)
     return offloaded_bytes, askers, planned.call_args.args[0].cost_model.num_layers
 
