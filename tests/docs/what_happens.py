@@ -6,7 +6,7 @@ MISHAPS = "tests/training/test_mishaps.py::"
 DAMAGED = "tests/training/test_damaged_checkpoint.py::"
 CHECKPOINT = "tests/training/test_checkpoint.py::"
 PLANE = "tests/data_plane/test_faults.py::"
-NODES = "tests/training/test_data_plane_two_nodes.py::"
+NODES = "tests/training/test_data_plane_lost.py::"
 RUN_FOLDER = "tests/megatron/checkpoint/test_run_folder.py::"
 
 SHOWN_BY = {
@@ -39,7 +39,7 @@ SHOWN_BY = {
         "tests/runtime/health/test_heartbeat.py::test_ranks_that_wait_for_each_other_end",
     ),
     "torchrun is killed": (
-        "tests/training/test_launcher_killed.py::test_nothing_outlives_a_launcher_that_is_killed",
+        "tests/training/test_left_behind.py::test_nothing_outlives_a_launcher_that_is_killed",
     ),
     "the loss is NaN or infinite": (
         "tests/training/test_non_finite.py::test_the_micro_batch_is_named_and_weights_stay",
@@ -98,7 +98,7 @@ SHOWN_BY = {
         "tests/data_plane/test_asker.py::test_when_all_hang_who_did_is_named",
     ),
     "the same, or its file changes or is gone, with `on-failure: go-on-without`": (
-        "tests/training/test_data_plane_without.py::test_a_source_that_hangs",
+        "tests/training/test_data_plane_lost.py::test_a_source_that_hangs",
         "tests/data_plane/roles/test_failures.py::test_one_node_cannot_read_and_both_go_on_without",
     ),
     "a `.bin` is cut while training reads it": (
@@ -126,7 +126,7 @@ SHOWN_BY = {
     ),
     "the job is killed while it saves": (
         "tests/megatron/checkpoint/test_folder.py::test_a_kill_leaves_the_old_or_the_new_checkpoint",
-        "tests/training/test_killed_saves.py::test_a_kill_at_every_change",
+        "tests/training/test_kills.py::test_a_kill_at_every_change",
     ),
     "a checkpoint is damaged": (
         f"{DAMAGED}test_a_damaged_file_is_named_on_every_rank",
@@ -137,7 +137,7 @@ SHOWN_BY = {
         f"{RUN_FOLDER}test_a_garbage_tracker_is_named_at_the_start",
     ),
     "a checkpoint of an older release is resumed": (
-        "tests/training/test_order_version.py::test_a_run_of_an_older_release_keeps_its_order",
+        "tests/training/test_changed_data.py::test_a_run_of_an_older_release_keeps_its_order",
         f"{DAMAGED}test_an_older_checkpoint_loads_and_that_is_said_once",
     ),
     "`--save` holds another run's checkpoints": (

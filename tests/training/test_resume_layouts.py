@@ -9,7 +9,7 @@ from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import EXPERTS, write_corpus
 from tests.support.mla import MLA
-from tests.training.test_checkpoint import BUCKETS, LENGTHS, SHARDED, largest_difference, run
+from tests.training.runs import BUCKETS, LENGTHS, SHARDED, largest_difference, run
 
 ALONE = (1, {"hdp_tokens_per_rank": 200})
 TWO, THREE, FOUR, SIX = ((ranks, {}) for ranks in (2, 3, 4, 6))
