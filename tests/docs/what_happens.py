@@ -45,8 +45,8 @@ SHOWN_BY = {
         "tests/training/test_non_finite.py::test_the_micro_batch_is_named_and_weights_stay",
     ),
     "a gradient is NaN or infinite": (
-        "tests/training/test_non_finite.py::test_the_micro_batches_of_a_gradient_are_named",
-        "tests/training/test_non_finite.py::test_a_gradient_that_overflows_in_one_weight_alone",
+        "tests/training/test_non_finite.py::test_the_micro_batch_is_named_and_weights_stay",
+        "tests/training/test_non_finite.py::test_all_ranks_stop",
     ),
     "SIGTERM, SIGUSR1 or Ctrl-C to any rank": (
         f"{SURVIVAL}test_a_signal_to_one_rank_saves_and_ends_all",
