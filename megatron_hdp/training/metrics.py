@@ -57,15 +57,7 @@ class StepMetrics(StepFigures):
     def of_report(
         cls, report: StepReport, *, seconds: float, model_flops: float, num_ranks: int, **more: Any
     ) -> Self:
-        """Return the metrics of a step.
-
-        Args:
-            report: what it did; its figures are taken over.
-            seconds: what it took.
-            model_flops: what its batch needs.
-            num_ranks: ranks of the job.
-            more: the fields that are left.
-        """
+        """Return the metrics of a step; `more` are the fields that are left."""
         return cls(
             **{item.name: getattr(report, item.name) for item in fields(StepFigures)},
             **more,

@@ -15,18 +15,14 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.options import TrainingArguments, model_shape
 from megatron_hdp.megatron.step import EvaluationLoss, HdpSteps, StepReport
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics
-from megatron_hdp.training.tracer import StepTracer
+from megatron_hdp.training.step_trace import StepTracer
 from megatron_hdp.training.training_job import Steps
 
 
 class StepOutputs:
     """Writes as the flags say; every rank makes the same calls.
 
-    Args:
-        arguments: of the run.
-        steps: what trains.
-        vocab_size: entries of the tokenizer.
-        first_step: that runs next; what a file of metrics holds of it and later ones is dropped.
+    What a file of metrics holds of the first step and later ones is dropped.
     """
 
     def __init__(

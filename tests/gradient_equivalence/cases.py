@@ -356,7 +356,7 @@ PADDED_TP2_SP = PADDED_TP2 | {"sequence_parallel": True}
 
 def _fused_loss() -> dict[str, Case]:
     chunks = ((LOGITS_BYTES, {"cpu": TEN_TOKENS}),)
-    logits = (("megatron_hdp.megatron.model.fused_loss.linear_cross_entropy", None),)
+    logits = (("megatron_hdp.megatron.model.last_stage.linear_cross_entropy", None),)
     rows = {
         "tensor-parallel-tied": (2, PADDED_TP2 | TIED, chunks),
         "sequence-parallel": (2, PADDED_TP2_SP, chunks),

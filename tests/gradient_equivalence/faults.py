@@ -11,7 +11,7 @@ import torch
 from megatron_hdp.data.mixture import TableSource
 from megatron_hdp.data.steps import read_micro_batch
 from megatron_hdp.megatron.execution.executor import HdpExecutor
-from megatron_hdp.megatron.model import HdpMlaSelfAttention, fused_loss
+from megatron_hdp.megatron.model import HdpMlaSelfAttention, last_stage
 from megatron_hdp.megatron.model.router import HdpRouter
 from megatron_hdp.megatron.options import expert_layers_of_chunk
 from megatron_hdp.runtime.interleaved_comm import InterleavedComm
@@ -202,7 +202,7 @@ def layers_elsewhere() -> Iterator[None]:
 
 FINALIZE, SEEN_HERE, HALO = HdpExecutor._finalize, HdpRouter._seen_here, Halo.of
 ROTATION, GRADIENTS = HdpMlaSelfAttention._rotation, _Projection.gradients
-GATHER, BEGIN = fused_loss.gather_from_sequence_parallel_region, InterleavedComm.begin
+GATHER, BEGIN = last_stage.gather_from_sequence_parallel_region, InterleavedComm.begin
 IS_TRAINED = TableSource.is_trained
 EXECUTOR, MODEL = "megatron_hdp.megatron.execution.executor", "megatron_hdp.megatron.model"
 RING, READ = "megatron_hdp.runtime.ring", "megatron_hdp.data.steps.rank_step.read_micro_batch"
@@ -284,11 +284,11 @@ FAULTS: dict[str, Fault] = {
         )
     ),
     "hidden-gradients-not-summed": _planted(
-        _FUSED, f"{MODEL}.fused_loss.copy_to_tensor_model_parallel_region", not_summed
+        _FUSED, f"{MODEL}.last_stage.copy_to_tensor_model_parallel_region", not_summed
     ),
     "hidden-gradients-not-scattered": _planted(
         replace(_FUSED, settings=FUSED | PADDED_TP2_SP),
-        f"{MODEL}.fused_loss.gather_from_sequence_parallel_region",
+        f"{MODEL}.last_stage.gather_from_sequence_parallel_region",
         not_scattered,
     ),
     "added-twice": _planted(

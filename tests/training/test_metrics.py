@@ -19,8 +19,7 @@ from megatron_hdp.data.steps import LocalLoaders
 from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.lm.log import hdp_line
 from megatron_hdp.megatron.options import model_shape
-from megatron_hdp.megatron.step.figures import SourceFigures, StepFigures, StepReport
-from megatron_hdp.megatron.step.learning import LearntFigures
+from megatron_hdp.megatron.step.figures import SourceFigures, StepReport
 from megatron_hdp.training.loop import pretrain
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
 from tests.support.gradients import tiny_arguments, write_corpus
@@ -225,7 +224,6 @@ def test_every_declared_figure_is_set_and_no_other_one() -> None:
     source = "".join(path.read_text() for room in ROOMS for path in sorted(room.glob("*.py")))
     assert never_set(source) == set()
     assert never_set(source.replace("mtp_loss=", "other=")) == {"mtp_loss"}
-    assert {item.name for item in fields(LearntFigures)} < {i.name for i in fields(StepFigures)}
     with pytest.raises(TypeError, match="not_declared"):
         replace(REPORT, not_declared=1.0)
 

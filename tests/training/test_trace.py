@@ -26,12 +26,12 @@ from megatron_hdp.training.loop import pretrain
 from megatron_hdp.training.step_trace import (
     LANES,
     RankSpans,
+    StepTracer,
     clock_starts,
     name_events,
     step_events,
     step_facts,
 )
-from megatron_hdp.training.tracer import StepTracer
 from tests.simulator.test_plan_bars import COST, TWO_STAGES, plan_of
 from tests.simulator.test_trace import overlaps
 from tests.support.gradients import tiny_arguments, write_corpus

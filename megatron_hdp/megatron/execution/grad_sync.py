@@ -32,11 +32,7 @@ class GradSync:
 
     @contextmanager
     def during(self, ends_together: bool) -> Iterator[None]:
-        """Around a step's schedule.
-
-        Args:
-            ends_together: whether reductions may begin in the last backward.
-        """
+        """Around a step's schedule, in whose last backward reductions may begin or may not."""
         self._in_backward = ends_together and len(self._chunks) == 1
         if self._in_backward:
             self._config.no_sync_func = self._chunks[0].no_sync

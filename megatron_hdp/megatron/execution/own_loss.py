@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -40,16 +40,3 @@ class OwnLoss(Protocol):
             states even where nothing of the micro-batch carries loss.
         """
         ...
-
-
-def arrays_with(
-    arrays_of: Callable[[RankMicroBatch], Arrays], own_loss: OwnLoss
-) -> Callable[[RankMicroBatch], Arrays]:
-    """The arrays of a micro-batch, and those that a loss adds."""
-
-    def both(micro_batch: RankMicroBatch) -> Arrays:
-        given, added = arrays_of(micro_batch), own_loss.arrays(micro_batch)
-        assert not given.keys() & added.keys(), "a loss names its arrays anew"
-        return {**given, **added}
-
-    return both

@@ -12,8 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from megatron.core.timers import DummyTimer
+
 from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, Timeline
 
+_UNUSED = DummyTimer()  # what the schedule times and the timeline does not
 _KINDS = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
 
 
@@ -55,7 +58,7 @@ class _Timers:
             for name, kind in _KINDS.items()
         }
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Computing | _Unused:
+    def __call__(self, name: str, log_level: int | None = None) -> _Computing | DummyTimer:
         return self._computing.get(name, _UNUSED)
 
     def close(self) -> None:
@@ -85,16 +88,3 @@ class _Computing:
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
-
-
-class _Unused:
-    """What the schedule times and the timeline does not."""
-
-    def start(self, barrier: bool = False) -> None:
-        """Does nothing."""
-
-    def stop(self, barrier: bool = False) -> None:
-        """Does nothing."""
-
-
-_UNUSED = _Unused()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -26,7 +28,6 @@ from megatron_hdp.megatron.model.moe import (
     moe_settings,
 )
 from megatron_hdp.megatron.model.mtp import further_layers, mtp_settings, mtp_spec
-from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     fused_kernel_can_count,
     fused_kernel_is_there,
@@ -45,6 +46,23 @@ from megatron_hdp.megatron.options import (
 from megatron_hdp.megatron.parallel import compute_device, say
 
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
+
+
+class SequenceParallelNorm:
+    """Builds PyTorch's norm, where megatron-core itself wants apex's or TransformerEngine's.
+
+    Its weights are marked: each tensor-parallel rank sees its share of the tokens, so Megatron must
+    sum their gradients over the tensor-parallel ranks.
+    """
+
+    def __new__(cls, config: TransformerConfig, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """A `torch.nn` norm with marked weights."""
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = WrappedTorchNorm(plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
 
 
 def _is_found(module: str) -> bool:
@@ -148,12 +166,7 @@ def _fuses_rotation(arguments: TrainingArguments) -> bool:
 
 
 def layer_spec(arguments: TrainingArguments, has_experts: bool) -> ModuleSpec:
-    """Megatron's local layer specification, its core attention replaced when HDP is on.
-
-    Args:
-        arguments: model shape.
-        has_experts: whether it is a layer with experts.
-    """
+    """Megatron's local layer specification, its core attention replaced when HDP is on."""
     spec = get_gpt_layer_local_spec(
         num_experts=arguments.num_experts if has_experts else None,
         qk_layernorm=arguments.qk_layernorm,
@@ -201,11 +214,7 @@ def block_spec(
 def build_chunks(arguments: TrainingArguments, vocab_size: int) -> list[DistributedDataParallel]:
     """This rank's parts of the model, each wrapped in Megatron's DDP, on its device.
 
-    Several with virtual stages, else one.
-
-    Args:
-        arguments: model shape and parallel layout.
-        vocab_size: entries of the tokenizer; padded here.
+    Several with virtual stages, else one. `vocab_size` is that of the tokenizer, padded here.
     """
     config = transformer_config(arguments)
     chunks = num_model_chunks(arguments)

@@ -66,10 +66,7 @@ def mtp_spec(
 ) -> Any | None:
     """The specification of the MTP layers; None where this rank has none.
 
-    Args:
-        arguments: of the run.
-        config: of the model.
-        layer: what each of them holds of attention and MLP, whose norms the others are like.
+    `layer` is what each of them holds of attention and MLP, whose norms the others are like.
     """
     if arguments.mtp_num_layers is None:
         return None

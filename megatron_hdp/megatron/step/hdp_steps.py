@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,7 @@ def data_order(
 ) -> DataOrder:
     """What decides which sequences form a step, and what stands in them.
 
-    Args:
-        arguments: of the run.
-        corpus: of the split.
-        contents: fingerprints of the sources' tokens, where they are known.
+    `contents` are fingerprints of the sources' tokens, where they are known.
     """
     sources = {
         name: replace(one, contents=contents.get(name)) for name, one in corpus.orders().items()
@@ -229,11 +226,7 @@ class HdpSteps:
             return replace(report, position_after=replace(report.position_after, costs=None))
         with self._agreement():
             costs = self._learning.observed(known, step, outcome)
-        return replace(
-            report,
-            position_after=replace(report.position_after, costs=costs),
-            **asdict(self._learning.figures(costs)),
-        )
+        return self._learning.reported(report, costs)
 
     def is_over(self, position: Position) -> bool:
         """Whether every source of the data has ended, so that no step begins at a position."""
