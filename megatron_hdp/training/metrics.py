@@ -107,12 +107,7 @@ class MetricsLogger:
         self._writer: Any = None
 
     def write(self, metrics: StepMetrics, *, to_validate: Sequence[str] | None = None) -> None:
-        """Append one step and flush it.
-
-        Args:
-            metrics: of the step.
-            to_validate: sources of the evaluation whose losses `complete` will add; None: it will
-                not be called.
+        """Append one step and flush it; `complete` will add losses of the sources `to_validate`.
 
         Raises:
             ValueError: the file cannot be written; names it.

@@ -67,12 +67,8 @@ class StepOutputs:
     ) -> StepMetrics:
         """Writes the metrics of a step that has ended, and returns them.
 
-        Args:
-            report: what it did.
-            validation: of the evaluation that it ended with.
-            to_validate: sources of the evaluation by which `add_validation_loss` will complete
-                them; None: none follows.
-            figures: what else `StepMetrics.of_report` takes, but for operations and ranks.
+        Where sources are `to_validate`, `add_validation_loss` will complete them. `figures` are
+        what else `StepMetrics.of_report` takes.
         """
         metrics = StepMetrics.of_report(
             report,

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ _COMPUTES = {FORWARD, BACKWARD}
 _THREADS = 1000  # numbers of one process, ten a chunk
 _JOB = 1  # the process above those of the ranks
 _FIRST_RANK = 2
+_ORDER = ("hdp_rank", "stage", "tensor_rank")
 _SHORT = 1e-4  # of the step: shorter waits are too many to draw and too short to see
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -95,13 +97,9 @@ class RankSpans:
     @property
     def compute_s(self) -> float:
         """Seconds of forward and backward without the waits for ring members inside them."""
-        seconds = -self.left_out_s.get(RING_WAIT, 0.0)
-        for span in self.spans:
-            if span.kind in _COMPUTES:
-                seconds += span.end_s - span.start_s
-            elif span.kind == RING_WAIT:
-                seconds -= span.end_s - span.start_s
-        return seconds
+        signs = {FORWARD: 1, BACKWARD: 1, RING_WAIT: -1}
+        drawn_s = sum((one.end_s - one.start_s) * signs.get(one.kind, 0) for one in self.spans)
+        return drawn_s - self.left_out_s.get(RING_WAIT, 0.0)
 
 
 def clock_starts(ranks: Iterable[RankSpans]) -> dict[str, float]:
@@ -113,12 +111,7 @@ def clock_starts(ranks: Iterable[RankSpans]) -> dict[str, float]:
 
 
 def name_events(places: Sequence[RankPlace], offload: bool = False) -> Iterator[Event]:
-    """The names of processes and threads.
-
-    Args:
-        places: of all ranks of the job, in ascending order.
-        offload: whether activations may go to the host.
-    """
+    """The names of processes and threads."""
     yield from labels("process", _JOB, _thread(_JOB, PLAN), "job", 0)
     yield from labels("thread", _JOB, _thread(_JOB, PLAN), "steps", 0)
     for process, place in enumerate(places, _FIRST_RANK):
@@ -146,15 +139,10 @@ def step_events(
     offset_s: float,
     learnt: Mapping[str, Any] | None = None,
 ) -> Iterator[Event]:
-    """The bars of one step.
+    """The bars of one step, which begins at an offset of the trace.
 
-    Args:
-        ranks: what every rank of the job noted, in ascending order of their places.
-        plan: what they ran.
-        evaluation: when the plan expected it.
-        step: its number.
-        offset_s: where the step begins in the trace.
-        learnt: how the run had corrected the cost model that it was planned by.
+    `ranks` are in ascending order of their places. `learnt` is how the run had corrected the cost
+    model that the step was planned by.
     """
     starts = clock_starts(ranks)
     facts = step_facts(ranks, evaluation)
@@ -294,7 +282,7 @@ class StepTracer:
 
     def _add(self, step: int, ranks: list[RankSpans]) -> None:
         start_s = clock_starts(ranks)[ranks[0].clock]
-        ranks = sorted(ranks, key=lambda rank: _order(rank.place))
+        ranks = sorted(ranks, key=lambda rank: attrgetter(*_ORDER)(rank.place))
         if self._began_s is None:
             self._began_s = start_s
             offload = self._traced.arguments.hdp_offload != "off"
@@ -302,10 +290,6 @@ class StepTracer:
         plan, evaluation = self._traced.planned_times()
         offset_s, learnt = start_s - self._began_s, self._traced.corrections()
         self._events += step_events(ranks, plan, evaluation, step, offset_s, learnt)
-
-
-def _order(place: RankPlace) -> tuple[int, int, int]:
-    return place.hdp_rank, place.stage, place.tensor_rank
 
 
 def _clock() -> str:

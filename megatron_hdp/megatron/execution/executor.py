@@ -197,8 +197,17 @@ class HdpExecutor:
                 see `planner.lockstep.end_together`.
             own_loss: in the place of the cross entropy; the model must have the fused loss.
             further_weights: of the sum of losses at each depth behind the label, if there are any.
+
+        Raises:
+            ValueError: a loss of the caller's own where the model has others; on every rank.
         """
-        self._require_known(own_loss)
+        more = getattr(self._config, "mtp_num_layers", None)
+        if own_loss is not None and more:
+            raise ValueError(
+                f"found mtp_num_layers {more}, expected none: a loss of the caller's own begins at "
+                "the hidden states of the next token, so MTP layers would learn nothing; build the "
+                "model without them"
+            )
         self.comm.bytes_sent = 0
         self.offload.offloaded_bytes = 0
         if not forward_only:
@@ -207,10 +216,10 @@ class HdpExecutor:
         step = StepInProgress(num_sources, not forward_only, own_loss, tuple(further_weights))
         self._config.finalize_model_grads_func = partial(self._finalize, step, divisor)
         table = self._table(len(micro_batches))
-        indices = [micro_batches[m].index for m, _ in table]
+        passes = [(micro_batches[m].index, chunk) for m, chunk in table]
         with (
             torch.set_grad_enabled(not forward_only),
-            noting_compute(self._config, self.timeline, indices, [chunk for _, chunk in table]),
+            noting_compute(self._config, self.timeline, passes),
             self._grad_sync.during(ends_together),
             self._watching_gradients(step),
         ):
@@ -242,16 +251,6 @@ class HdpExecutor:
         with embedding.register_forward_hook(step.note_gradient):
             yield
 
-    def _require_known(self, own_loss: OwnLoss | None) -> None:
-        """Refuses, on every rank, a loss of the caller's own where the model has others."""
-        more = getattr(self._config, "mtp_num_layers", None)
-        if own_loss is not None and more:
-            raise ValueError(
-                f"found mtp_num_layers {more}, expected none: a loss of the caller's own begins at "
-                "the hidden states of the next token, so MTP layers would learn nothing; build the "
-                "model without them"
-            )
-
     def _reserve_host_memory(self, micro_batches: Sequence[RankMicroBatch]) -> None:
         """Before the first forward the device has nothing to do, so nothing is waited for.
 
@@ -259,26 +258,22 @@ class HdpExecutor:
         theirs.
         """
         loads = [(len(one.tokens), one.offload_ratio) for one in micro_batches]
-        with self.timeline.noted(HOST_MEMORY):
-            self.offload.reserve(loads, self._most_alive())
-
-    def _most_alive(self) -> int:
-        """Micro-batches that may be between forward and backward at a time.
-
-        With several chunks a group may be in its last one and the next group in its first.
-        """
+        # between forward and backward: with several chunks a group may be in its last one and the
+        # next group in its first
         stages = self.place.num_stages
-        return stages - self.place.stage if len(self.chunks) == 1 else 2 * stages
+        most_alive = stages - self.place.stage if len(self.chunks) == 1 else 2 * stages
+        with self.timeline.noted(HOST_MEMORY):
+            self.offload.reserve(loads, most_alive)
 
-    def activation_bytes_per_token(self, step: StepInProgress | None = None) -> float:
+    def activation_bytes_per_token(self) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.
 
         Counted in the chunk that has most layers; 0 on a stage without any. Host memory is reserved
-        by it from then on. The example is a micro-batch of `step`; without MTP losses unless given.
+        by it from then on.
 
         All ranks of a model replica, and of an EP group, must call this together.
         """
-        step = step or StepInProgress()
+        step = StepInProgress()
         num_tokens = 64 * self.place.token_multiple
         example = replace(
             padding_micro_batch(self.place.hdp_rank, num_tokens),

@@ -18,9 +18,8 @@ from megatron.core.distributed import DistributedDataParallel
 class GradSync:
     """Says to Megatron's schedule and DDP when the gradients of a step are reduced.
 
-    Args:
-        chunks: Megatron's DDP around each model chunk; what only evaluates may have none.
-        config: Megatron's configuration of the model, whose ``no_sync_func`` is set.
+    It sets the ``no_sync_func`` of the model's configuration. Chunks that only evaluate may lack
+    Megatron's DDP.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], config: Any) -> None:

@@ -17,26 +17,21 @@ from megatron.core.timers import DummyTimer
 from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, Timeline
 
 _UNUSED = DummyTimer()  # what the schedule times and the timeline does not
-_KINDS = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
 
 
 @contextmanager
 def noting_compute(
-    config: Any,
-    timeline: Timeline,
-    micro_batches: Sequence[int | None],
-    chunks: Sequence[int] | None = None,
+    config: Any, timeline: Timeline, passes: Sequence[tuple[int | None, int]]
 ) -> Iterator[None]:
     """Notes every forward and backward of the schedule that runs inside.
 
     Args:
         config: Megatron's configuration of the model; its ``timers`` are ours inside.
         timeline: where the spans go.
-        micro_batches: what this rank runs forward, in order, and so backward: indices in the step's
-            plan, None for padding.
-        chunks: the model chunk of each forward; without them a stage has one.
+        passes: what this rank runs forward, in order, and so backward: the micro-batch's index in
+            the step's plan, None for padding, and the model chunk.
     """
-    timers = _Timers(timeline, micro_batches, chunks or [0] * len(micro_batches))
+    timers = _Timers(timeline, passes)
     before, config.timers = config.timers, timers
     try:
         yield
@@ -48,14 +43,12 @@ def noting_compute(
 class _Timers:
     """What the schedule calls by the name of what it begins or ends; `megatron.core.Timers` is."""
 
-    def __init__(
-        self, timeline: Timeline, micro_batches: Sequence[int | None], chunks: Sequence[int]
-    ) -> None:
-        last = max(chunks, default=0)
-        of_kinds = {FORWARD: chunks, BACKWARD: [last - chunk for chunk in chunks]}
+    def __init__(self, timeline: Timeline, passes: Sequence[tuple[int | None, int]]) -> None:
+        last = max((chunk for _, chunk in passes), default=0)
+        backwards = [(index, last - chunk) for index, chunk in passes]
         self._computing = {
-            name: _Computing(timeline, kind, list(zip(micro_batches, of_kinds[kind], strict=True)))
-            for name, kind in _KINDS.items()
+            "forward-compute": _Computing(timeline, FORWARD, passes),
+            "backward-compute": _Computing(timeline, BACKWARD, backwards),
         }
 
     def __call__(self, name: str, log_level: int | None = None) -> _Computing | DummyTimer:

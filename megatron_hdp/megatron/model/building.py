@@ -45,6 +45,15 @@ from megatron_hdp.megatron.options import (
 )
 from megatron_hdp.megatron.parallel import compute_device, say
 
+_OF_ARGUMENTS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *("init_method_std", "attention_dropout", "softmax_type", "hidden_dropout"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "sequence_parallel"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "pipeline_model_parallel_layout",
+)
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
 
 
@@ -87,33 +96,11 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
     chunks = num_model_chunks(arguments)
     latent = arguments.multi_latent_attention
     config = (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=arguments.num_layers,
-        hidden_size=arguments.hidden_size,
-        ffn_hidden_size=arguments.ffn_hidden_size,
-        num_attention_heads=arguments.num_attention_heads,
-        num_query_groups=arguments.num_query_groups,
-        kv_channels=arguments.kv_channels,
-        normalization=arguments.normalization,
+        **{name: getattr(arguments, name) for name in _OF_ARGUMENTS},
         layernorm_epsilon=arguments.norm_epsilon,
-        add_bias_linear=arguments.add_bias_linear,
-        add_qkv_bias=arguments.add_qkv_bias,
-        qk_layernorm=arguments.qk_layernorm,
-        init_method_std=arguments.init_method_std,
-        attention_dropout=arguments.attention_dropout,
-        softmax_type=arguments.softmax_type,
-        hidden_dropout=arguments.hidden_dropout,
-        recompute_granularity=arguments.recompute_granularity,
-        recompute_method=arguments.recompute_method,
-        recompute_num_layers=arguments.recompute_num_layers,
-        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
-        sequence_parallel=arguments.sequence_parallel,
-        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         num_layers_in_first_pipeline_stage=arguments.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=arguments.decoder_last_pipeline_num_layers,
-        account_for_embedding_in_pipeline_split=arguments.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=arguments.account_for_loss_in_pipeline_split,
-        pipeline_model_parallel_layout=arguments.pipeline_model_parallel_layout,
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         deallocate_pipeline_outputs=True,

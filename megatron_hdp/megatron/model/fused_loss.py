@@ -174,9 +174,9 @@ class FusedLossOutputLayer(ColumnParallelLinear):
         """
         if labels is None or loss_mask is None:
             return super().forward(input_, weight, runtime_gather_output)
-        targets = (one.transpose(0, 1).flatten() for one in (labels, loss_mask))
+        targets, weights = (one.transpose(0, 1).flatten() for one in (labels, loss_mask))
         stage = self.last_stage(input_, weight, is_whole_loss, is_further)
-        return stage.weighted_nll(None, *targets, sums=loss_sums)
+        return stage.weighted_nll(None, targets, weights, loss_sums)
 
 
 def _taken(

@@ -81,22 +81,23 @@ class HdpMlaSelfAttention(MLASelfAttention):
         stock._take_over()
 
     def _take_over(self) -> None:
-        config = self.config
-        if config.cache_mla_latents:
-            raise ValueError(
-                "hybrid data parallelism does not support cache_mla_latents, which serves "
-                "inference: leave --cache-mla-latents out"
-            )
-        if self.recompute_up_proj:
-            raise ValueError(
-                "hybrid data parallelism does not recompute mla_up_proj alone: leave it out of "
-                "--recompute-modules, or recompute whole layers"
-            )
-        if hasattr(self, "linear_qkv_down_proj"):
-            raise ValueError(
-                "hybrid data parallelism does not support fused down-projections: leave "
-                "--mla-down-proj-fusion out"
-            )
+        for found, what in (
+            (
+                self.config.cache_mla_latents,
+                "support cache_mla_latents, which serves inference: leave --cache-mla-latents out",
+            ),
+            (
+                self.recompute_up_proj,
+                "recompute mla_up_proj alone: leave it out of --recompute-modules, or recompute "
+                "whole layers",
+            ),
+            (
+                hasattr(self, "linear_qkv_down_proj"),
+                "support fused down-projections: leave --mla-down-proj-fusion out",
+            ),
+        ):
+            if found:
+                raise ValueError(f"hybrid data parallelism does not {what}")
         self.rotary_pos_emb = at_own_positions(self.rotary_pos_emb)
 
     def forward(
@@ -204,7 +205,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
         if self.checkpoint_core_attention and self.training:
             out: torch.Tensor = tensor_parallel.checkpoint(attend, False, query, key, value)
             return out
-        return attend(query, key, value)  # type: ignore[no-any-return]
+        return attend(query, key, value)
 
     def _attend_to_latents(
         self,

@@ -55,10 +55,8 @@ def mtp_settings(arguments: TrainingArguments) -> dict[str, Any]:
     """What ``TransformerConfig`` needs to know of MTP; nothing without it."""
     if arguments.mtp_num_layers is None:
         return {}
-    return {
-        "mtp_num_layers": arguments.mtp_num_layers,
-        "mtp_loss_scaling_factor": arguments.mtp_loss_scaling_factor,
-    }
+    names = ("mtp_num_layers", "mtp_loss_scaling_factor")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def mtp_spec(

@@ -35,19 +35,16 @@ def found_by_all(step: RankStep, sequence_ids: Iterable[int]) -> list[LeftOut]:
     loss tokens of the whole sequence leave the global batch. Every rank of the job must call this;
     it returns those of the whole step, in its order, equal on every rank.
     """
-    mine = [_found(step, i) for i in sequence_ids]
+    share, mine = step.share, []
+    for sequence_id in sequence_ids:
+        place = share.place_of(sequence_id)
+        columns = (share.sources, share.rows, share.lengths, share.num_loss_tokens)
+        mine.append(LeftOut(sequence_id, *(int(column[place]) for column in columns)))
     everyone = sorted({one for of_rank in gathered(mine) for one in of_rank})
     ids = {one.sequence_id for one in everyone}
     for micro_batch in step.micro_batches:
         micro_batch.drop(ids)
     return everyone
-
-
-def _found(step: RankStep, sequence_id: int) -> LeftOut:
-    share = step.share
-    place = share.place_of(sequence_id)
-    columns = (share.sources, share.rows, share.lengths, share.num_loss_tokens)
-    return LeftOut(sequence_id, *(int(column[place]) for column in columns))
 
 
 class LeftOutOfSteps:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import socket
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -88,13 +88,13 @@ def _opening(arguments: TrainingArguments) -> Opening:
     )
 
 
+@dataclass(frozen=True)
 class DataPlane:
     """This rank's end of the data plane; the first rank of a node holds the node's part of it."""
 
-    def __init__(self, folder: Path, spec: LoadersSpec, ending: ExitStack) -> None:
-        self._folder = folder
-        self._spec = spec
-        self._ending = ending
+    folder: Path
+    spec: LoadersSpec
+    ending: ExitStack
 
     def loaders(
         self,
@@ -114,13 +114,13 @@ class DataPlane:
             cache_folder=arguments.data_cache_path and str(arguments.data_cache_path),
             settings=settings,
             orders=corpus.orders(),
-            loaders=self._spec,
+            loaders=self.spec,
         )
-        return RayLoaders(self._folder / SOCKET, setup, reader)
+        return RayLoaders(self.folder / SOCKET, setup, reader)
 
     def close(self) -> None:
         """Ends the node's part, if this rank holds it."""
-        self._ending.close()
+        self.ending.close()
 
 
 def loaders_spec(arguments: TrainingArguments) -> LoadersSpec:
@@ -174,9 +174,9 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     assert place is not None
     ending, folder = ExitStack(), None
     if rank == nodes.index(here):
-        part = node_of_plane(
-            place, order.index(here), spec.timeout_s, _num_loaders(arguments, spec)
-        )
+        sources = split_specs(arguments)["train"].sources
+        num_loaders = min(len(sources) * (spec.min + spec.shadows), _MOST_SPARES)
+        part = node_of_plane(place, order.index(here), spec.timeout_s, num_loaders)
         folder = str(ending.enter_context(part))
     mine = gathered(folder)[nodes.index(here)]
     assert mine is not None
@@ -184,12 +184,6 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     joined = " in the Ray cluster of RAY_ADDRESS" if place.address is None else ""
     say(f"data plane: {place.name} on {nodes_of_job}{joined}, its log is {mine}/log")
     return DataPlane(Path(mine), spec, ending)
-
-
-def _num_loaders(arguments: TrainingArguments, spec: LoadersSpec) -> int:
-    """Loaders with which training begins."""
-    sources = split_specs(arguments)["train"].sources
-    return min(len(sources) * (spec.min + spec.shadows), _MOST_SPARES)
 
 
 def _require_ray() -> None:
