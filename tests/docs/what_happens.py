@@ -23,19 +23,19 @@ SHOWN_BY = {
         "tests/megatron/step/test_disagreement.py::test_other_flags",
         "tests/megatron/step/test_disagreement.py::test_another_cost_model",
     ),
-    "a rank dies": (f"{SURVIVAL}test_a_rank_that_is_killed_is_named",),
+    "a rank dies": (f"{SURVIVAL}test_a_rank_that_fails_is_named_and_all_end",),
     "a rank dies before the first step": (
         f"{SURVIVAL}test_a_rank_that_dies_at_the_start_is_named",
     ),
     "a rank raises an exception": (
-        f"{SURVIVAL}test_an_exception_on_one_rank_ends_all",
+        f"{SURVIVAL}test_a_rank_that_fails_is_named_and_all_end",
         f"{SURVIVAL}test_an_exception_is_printed_under_torchrun",
     ),
     "a rank gets slow, with [`--hdp-online`](online.md)": (
         "tests/megatron/step/test_learning.py::test_a_slow_rank_is_found_and_its_work_moves",
     ),
     "a rank hangs, or all ranks wait for each other": (
-        f"{SURVIVAL}test_a_rank_that_stands_still_is_named_and_ends_too",
+        f"{SURVIVAL}test_a_rank_that_fails_is_named_and_all_end",
         "tests/runtime/health/test_heartbeat.py::test_ranks_that_wait_for_each_other_end",
     ),
     "torchrun is killed": (

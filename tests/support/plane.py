@@ -3,65 +3,34 @@
 import json
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
-from megatron_hdp.data.steps import LocalLoaders, PlanSettings, Reader, StepPlanner
+from megatron_hdp.data.mixture import Position
+from megatron_hdp.data.steps import LocalLoaders, Reader
 from megatron_hdp.data_plane.loaders import RayLoaders
-from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import SOCKET, PlanePlace, node_of_plane
-from megatron_hdp.planner import CostModel
-from tests.support.rank_steps import differences
+from tests.support import thread_plane
+from tests.support.thread_plane import plan_settings, planner_of, require_same
 
 VOCABULARY = 10**6
-MAX_LENGTH = 100
 
 
 def setup_of(path, num_ranks, **loaders):
-    """What a plane is told of the training split of a file of --hdp-data."""
-    file = read_data_file(path)
-    opening = Opening(
-        max_length=MAX_LENGTH, long_sequence="truncate", tokenizer="byte", cache_folder=None
-    )
-    settings = PlanSettings(
-        batch=BatchSize(sequences=12),
-        seed=3,
-        num_ranks=num_ranks,
-        num_stages=1,
-        lockstep_ranks=1,
-        tokens_per_rank=64,
-        strategy="auto",
-        max_length=MAX_LENGTH,
-        slice_multiple=1,
-        offload="off",
-        cost_model=CostModel(a=1e-9, b=1e-6, kv_bytes_per_token=100),
-    )
-    corpus = open_corpus(file.training, opening)
-    setup = SplitSetup(
-        split="train",
-        spec=file.training,
-        max_length=MAX_LENGTH,
-        long_sequence="truncate",
-        tokenizer="byte",
-        cache_folder=None,
-        settings=settings,
-        orders=corpus.orders(),
-        loaders=replace(file.loaders, backend="ray", **loaders),
-    )
-    return setup, corpus
+    """What a plane is told of the training split of a file of --hdp-data, and a planner of it."""
+    settings = plan_settings(num_ranks=num_ranks)
+    setup = thread_plane.setup_of(path, settings, "byte", **loaders)
+    return setup, planner_of(setup)
 
 
 class RunningPlane:
     """Its readers take the same steps from it and from loaders in this process."""
 
-    def __init__(self, folder, setup, corpus):
+    def __init__(self, folder, setup, planner):
         self.folder = folder
         readers = [Reader(rank, VOCABULARY) for rank in range(setup.settings.num_ranks)]
         self.remote = [RayLoaders(folder / SOCKET, setup, one) for one in readers]
-        planner = StepPlanner(corpus, setup.settings)
         self.local = [LocalLoaders(planner, one) for one in readers]
         self.position = Position()
 
@@ -73,10 +42,7 @@ class RunningPlane:
         found = [one.get(self.position) for one in self.remote]
         waited_s = time.monotonic() - began
         for one, local in zip(found, self.local, strict=True):
-            expected = local.get(self.position)
-            planning_ms = expected.totals.planning_ms
-            totals = replace(one.totals, planning_ms=planning_ms)
-            assert differences(replace(one, totals=totals), expected) == []
+            require_same(one, local.get(self.position))
         self.position = found[0].totals.after
         return waited_s
 
@@ -101,12 +67,12 @@ class RunningPlane:
 @contextmanager
 def running_plane(path, num_ranks=4, timeout_s=60.0, **loaders):
     """A plane over the training split of a file of --hdp-data; nothing of it is left behind."""
-    setup, corpus = setup_of(path, num_ranks, **loaders)
+    setup, planner = setup_of(path, num_ranks, **loaders)
     place = PlanePlace.make("127.0.0.1", 1)
     spec = setup.loaders
     num_spares = len(setup.spec.sources) * (spec.min + spec.shadows)
     with node_of_plane(place, 0, timeout_s, num_spares) as folder:
-        plane = RunningPlane(folder, setup, corpus)
+        plane = RunningPlane(folder, setup, planner)
         try:
             yield plane
         except BaseException:

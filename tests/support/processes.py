@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -38,14 +38,22 @@ class Started:
 
     def wait_for(self, text: str, timeout_s: float) -> None:
         """Returns once the process has written `text`."""
-        deadline = time.monotonic() + timeout_s
-        while text not in self.text():
-            assert time.monotonic() < deadline and self.process.is_alive(), self.text()
-            time.sleep(0.05)
+        until(lambda: text in self.text(), timeout_s, [self])
 
     def text(self) -> str:
         """What the process has written to standard output and error."""
         return self.output.read_text() if self.output.exists() else ""
+
+
+def until(
+    is_so: Callable[[], Any], timeout_s: float, ranks: Sequence[Started] = (), sleep_s: float = 0.02
+) -> None:
+    """Returns once something is so; fails the test where it takes too long or a rank ends first."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        in_time = time.monotonic() < deadline and all(one.process.is_alive() for one in ranks)
+        assert in_time, [one.text() for one in ranks]
+        time.sleep(sleep_s)
 
 
 @contextmanager
@@ -110,15 +118,7 @@ def run_script(
 
 
 def _script_main(written: list[Path], environment: dict[str, str], command: list[str]) -> None:
-    import torch
-
-    for descriptor, path in enumerate(written, start=1):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-    os.environ.update(environment)
-    torch.set_num_threads(1)
+    _begin(written, environment)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
@@ -127,13 +127,19 @@ def _script_main(written: list[Path], environment: dict[str, str], command: list
 def _main(
     output: Path, environment: dict[str, str], function: Callable[..., None], args: Any
 ) -> None:
+    _begin([output, output], environment)
+    warnings.simplefilter("ignore")
+    function(*args)
+
+
+def _begin(written: Sequence[Path], environment: dict[str, str]) -> None:
+    """Standard output and error go to files, from here on in one thread."""
     import torch
 
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    for descriptor, path in enumerate(written, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.environ.update(environment)
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    function(*args)

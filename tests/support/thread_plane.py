@@ -3,13 +3,13 @@
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from megatron_hdp.data import TokenWriter
 from megatron_hdp.data.mixture import BatchSize, Opening, Position, open_corpus, read_data_file
 from megatron_hdp.data.spans import SpansWriter
-from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import LocalLoaders, PlanSettings, StepPlanner, StepTotals
 from megatron_hdp.data_plane.roles import Answer, LoadingService
 from megatron_hdp.data_plane.setup import SplitSetup
@@ -25,25 +25,34 @@ LENGTHS = {
 WEIGHTS = "schedule: [{from: 0, weights: {web: 0.5, chat: 0.2, code: 0.3}}]"
 
 
-def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS, keys=None):
-    """Write sources and the file that names them; every other piece of four tokens of the
-    conversations is trained. `keys` are what a source has besides its path, as YAML."""
-    for number, (name, documents) in enumerate(lengths.items()):
-        rng = np.random.default_rng([seed, number])
-        (folder / name).mkdir(exist_ok=True)
-        with TokenWriter(folder / name / "corpus", VOCABULARY) as writer:
-            for length in documents:
-                writer.add(rng.integers(0, VOCABULARY, length))
-        if name == "chat":
-            with SpansWriter(folder / name / "corpus.spans") as writer:
-                for length in documents:
-                    starts = np.arange(4, length, 8)
-                    writer.add(np.stack([starts, np.minimum(starts + 4, length)], axis=1))
-    keys = {name: f", {text}" for name, text in (keys or {}).items()}
-    lines = [f"  {name}: {{path: {name}/corpus{keys.get(name, '')}}}" for name in lengths]
-    path = folder / "data.yaml"
+def write_pair(folder, name, lengths, seed):
+    """Random documents; of conversations every other piece of four tokens is trained."""
+    rng = np.random.default_rng(seed)
+    (folder / name).mkdir(exist_ok=True)
+    with TokenWriter(folder / name / "corpus", VOCABULARY) as writer:
+        for length in lengths:
+            writer.add(rng.integers(0, VOCABULARY, length))
+    if name == "chat":
+        with SpansWriter(folder / name / "corpus.spans") as writer:
+            for length in lengths:
+                starts = np.arange(4, length, 8)
+                writer.add(np.stack([starts, np.minimum(starts + 4, length)], axis=1))
+
+
+def data_file(folder, more=WEIGHTS, names=tuple(LENGTHS), name="data.yaml", **keys):
+    """A file of --hdp-data; `keys` are what a source has besides its path, as YAML."""
+    lines = [
+        f"  {one}: {{path: {one}/corpus{', ' + keys[one] if one in keys else ''}}}" for one in names
+    ]
+    path = Path(folder) / name
     path.write_text("\n".join(["sources:", *lines, more, ""]))
     return path
+
+
+def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS, keys=None):
+    for number, (name, documents) in enumerate(lengths.items()):
+        write_pair(folder, name, documents, [seed, number])
+    return data_file(folder, more, tuple(lengths), **(keys or {}))
 
 
 def plan_settings(**changes):
@@ -64,20 +73,18 @@ def plan_settings(**changes):
     return PlanSettings(**(settings | changes))
 
 
-def setup_of(path, settings=None, **loaders):
+def setup_of(path, settings=None, tokenizer=None, **loaders):
     """The training split of a file of --hdp-data."""
-    spec = read_data_file(path).training
-    opening = Opening(max_length=100, long_sequence="truncate", tokenizer=None, cache_folder=None)
+    file = read_data_file(path)
+    given = {"max_length": 100, "long_sequence": "truncate", "tokenizer": tokenizer}
+    given["cache_folder"] = None
     return SplitSetup(
         split="train",
-        spec=spec,
-        max_length=100,
-        long_sequence="truncate",
-        tokenizer=None,
-        cache_folder=None,
+        spec=file.training,
         settings=settings or plan_settings(),
-        orders=open_corpus(spec, opening).orders(),
-        loaders=LoadersSpec(backend="ray", **loaders),
+        orders=open_corpus(file.training, Opening(**given)).orders(),
+        loaders=replace(file.loaders, backend="ray", **loaders),
+        **given,
     )
 
 
@@ -87,7 +94,6 @@ def planner_of(setup):
 
 
 def loading_of(setup):
-    """Return a loading service of each source."""
     return {
         one.name: LoadingService(setup.alone(one.name, lambda text: None).sources[0])
         for one in setup.spec.sources

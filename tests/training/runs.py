@@ -1,6 +1,7 @@
 """Short runs that the tests here train, their flags, and bodies of ranks that run them."""
 
 import io
+import json
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -16,12 +17,20 @@ LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
 SHARDED = {"use_distributed_optimizer": True}
 BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}  # several, with padding between
 
+TIMES = {
+    *{"model_flops_per_second", "model_flops_per_second_per_rank"},
+    *{"seconds", "tokens_per_second", "measured_efficiency", "makespan_s"},
+    *{"idle_share_max", "idle_share_mean", "ring_wait_s", "pipeline_wait_s", "sync_s"},
+    *{"planning_ms", "data_wait_ms", "loaders", "steps_ahead"},
+}
+"""What a file of metrics says of how long steps took: different in equal runs."""
 
-def run(prefix, *, steps=6, arguments=tiny_arguments, **overrides):
+
+def run(prefix, *, steps=6, **overrides):
     """Arguments of a run over sequences of at most 100 tokens, three in a step."""
     settings = {"seq_length": 100, "max_position_embeddings": 100, "global_batch_size": 3}
     settings |= {"train_iters": steps, "lr_decay_iters": steps, "lr": 1e-2, "log_interval": 1000}
-    return arguments(prefix, **(settings | overrides))
+    return tiny_arguments(prefix, **(settings | overrides))
 
 
 def mixed_run(folder, path=None, *, steps=6, **overrides):
@@ -97,3 +106,13 @@ def largest_difference(found, expected):
     found, expected = np.array(found), np.array(expected)
     assert found.shape == expected.shape
     return np.abs(found / expected - 1).max()
+
+
+def lines_of(path):
+    """Every line as it is."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps_of(path):
+    """Every line without times."""
+    return [{k: v for k, v in one.items() if k not in TIMES} for one in lines_of(path)]

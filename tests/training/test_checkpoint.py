@@ -16,7 +16,7 @@ from megatron_hdp.megatron.checkpoint.folder import TRACKER, CheckpointFolder
 from megatron_hdp.megatron.checkpoint.together import require_shared
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import EXPERTS, write_corpus
-from tests.support.mla import mla_arguments
+from tests.support.mla import MLA
 from tests.support.ranks import RankError
 from tests.training.runs import LENGTHS, SHARDED, curve, largest_difference, refusals, run
 
@@ -146,13 +146,6 @@ def test_what_cannot_continue_is_refused(run_ranks, saved, tmp_path):
         assert message is None or re.search(pattern, message), message
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(run_ranks, saved, tmp_path):
-    whole, _, _ = saved
-    (tmp_path / "file").write_text("")
-    (message,) = run_ranks(1, refusals, [replace(whole, train_iters=1, save=tmp_path / "file")])[0]
-    assert "File exists" in message and "--save needs a folder" in message
-
-
 def see_a_folder(folder):
     """Body of a rank: the message of the check; the last rank sees another disk."""
     elsewhere = dist.get_rank() == dist.get_world_size() - 1
@@ -245,9 +238,8 @@ def saved_keys(arguments):
 
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_norms_are_named_as_transformer_engines(run_ranks, tmp_path, has_experts):
-    experts = EXPERTS if has_experts else {}
-    settings = {"train_iters": 1, "hdp_tokens_per_rank": 200, **experts}
-    arguments = run(write_corpus(tmp_path, LENGTHS), arguments=mla_arguments, **settings)
+    settings = MLA | (EXPERTS if has_experts else {}) | {"hdp_tokens_per_rank": 200}
+    arguments = run(write_corpus(tmp_path, LENGTHS), steps=1, **settings)
     keys = run_ranks(1, saved_keys, replace(arguments, save=tmp_path / "checkpoints"))[0]
     for name in (f"self_attention.{key}" for key in KEYS):
         assert any(key.endswith(name) for key in keys), (name, keys)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from unittest import mock
@@ -24,14 +25,13 @@ from megatron_hdp.data_plane.hooks import VARIABLE
 from megatron_hdp.data_plane.watcher import Watcher
 from megatron_hdp.megatron.execution.executor import HdpExecutor
 from tests.support import slow_text
-from tests.support.metric_lines import TIMES, lines_of
 from tests.support.plane import processes_of
-from tests.support.processes import free_port, started
+from tests.support.processes import free_port, started, until
 from tests.support.ray_cluster import running_cluster
 from tests.support.sources import WEIGHTS, data_file, write_notes, write_sources
 from tests.training import runs
 from tests.training.faults import train
-from tests.training.runs import folder, long_flags, mixed_run
+from tests.training.runs import TIMES, folder, lines_of, long_flags, mixed_run
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
 # Ray gives its processes a time to start, which a busy machine may not keep
@@ -125,7 +125,6 @@ def trained_in(environment, arguments):
 
 
 def train_in(environment, argv):
-    """The same as a command, which ends its process."""
     os.environ.update(environment)
     train("0:1001:none", argv)
 
@@ -142,26 +141,16 @@ def test_a_cluster_is_joined_and_left(run_ranks, tmp_path, cluster):
     assert not Path(place).exists() and processes_of(Path(place)) == []
     assert cluster.named_actors() == []
     assert before <= set(psutil.Process(cluster.process.pid).children(recursive=True))
-    assert ours_below(cluster) == []
+    until(lambda: not ours_below(cluster), 60, sleep_s=0.5)  # Ray gives them a moment
 
 
 def ours_below(cluster):
-    """Actors' processes that are still there; Ray gives them a moment."""
-    deadline = time.monotonic() + 60
-    while True:
-        below = psutil.Process(cluster.process.pid).children(recursive=True)
-        names = [" ".join(words) for one in below if (words := words_of(one))]
-        found = [one for one in names if "hdp-data-" in one or "Constructor" in one]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.5)
-
-
-def words_of(process):
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    """Actors' processes that are still there."""
+    found = []
+    for one in psutil.Process(cluster.process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            found.append(" ".join(one.cmdline()))
+    return [one for one in found if "hdp-data-" in one or "Constructor" in one]
 
 
 @pytest.mark.parametrize("what", ["no cluster", "another token", "no token"])
@@ -219,7 +208,8 @@ class Watching:
         elif not self.texts:
             if all(one.poll() is not None for one in self._shown):
                 self.texts = [one.communicate()[0] for one in self._shown]
-                self._until_there_are_fewer()
+                before = self._serving()
+                until(lambda: self._serving() < before, SHRINK_S, sleep_s=0.2)
                 self._last_step = step + STEPS_AFTER
         elif step == self._last_step:
             os.kill(os.getpid(), signal.SIGTERM)  # the run ends after this step
@@ -227,13 +217,6 @@ class Watching:
     def _serving(self):
         (plane,) = self._watcher.look()["planes"].values()
         return plane["sources"]["train"]["notes"]["serving"]
-
-    def _until_there_are_fewer(self):
-        before = self._serving()
-        deadline = time.monotonic() + SHRINK_S
-        while (found := self._serving()) >= before:
-            assert time.monotonic() < deadline, f"still {found} loaders"
-            time.sleep(0.2)
 
 
 def scaled(arguments, temporary):

@@ -16,12 +16,11 @@ import pytest
 
 from megatron_hdp.data_plane.node_files import read_status
 from tests.support.commands import running
-from tests.support.metric_lines import lines_of, steps_of
 from tests.support.plane import processes_of
-from tests.support.processes import free_port, started
+from tests.support.processes import free_port, started, until
 from tests.support.sources import WEIGHTS, data_file, write_sources
 from tests.training.faults import train
-from tests.training.runs import folder, long_flags
+from tests.training.runs import folder, lines_of, long_flags, steps_of
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
 pytestmark = pytest.mark.slow
@@ -59,10 +58,8 @@ def test_the_job_stops_and_resumes(folder, what):
     with started(2, folder, train, "0:10001:none", argv) as ranks:
         ranks[0].wait_for(" iteration        5/", RUN_S)
         (place,) = re.findall(r"its log is (\S+)/log", ranks[0].text())
-        host = read_status(Path(place))["pid"]
-        processes = [psutil.Process(host), *psutil.Process(host).children(recursive=True)]
-        (victim,) = (one for one in processes if any(what in w for w in one.cmdline()[:4]))
-        victim.kill()
+        host = psutil.Process(read_status(Path(place))["pid"])
+        one_of([host, *host.children(recursive=True)], what).kill()
         deadline = time.monotonic() + END_S
         codes = [one.wait(deadline - time.monotonic()) for one in ranks]
         assert codes == [3, 3], [one.text() for one in ranks]
@@ -94,10 +91,10 @@ def agent(folder, temporary, node, port, argv):
     return running([str(word) for word in words], output, **environment)
 
 
-def one_of(agent, what):
-    """The process below an agent whose command has a word."""
+def one_of(processes, what):
+    """The process whose command has a word."""
     found = []
-    for one in agent.below():
+    for one in processes:
         try:
             found += [one] if any(what in word for word in one.cmdline()[:4]) else []
         except psutil.Error:
@@ -122,10 +119,10 @@ def test_a_node_is_lost_and_the_run_goes_on_without_it(folder, temporary, victim
         agents = [stack.enter_context(agent(folder, temporary, n, port, argv)) for n in range(2)]
         agents[0].wait_for(" iteration        5/", RUN_S)
         assert "on 2 nodes, its log is" in agents[0].text()
-        hosts = [one_of(one, "megatron_hdp.data_plane.host").cmdline() for one in agents]
-        assert all(one_of(one, "Constructor") for one in agents)  # each on a Ray of its own
+        hosts = [one_of(one.below(), "megatron_hdp.data_plane.host").cmdline() for one in agents]
+        assert all(one_of(one.below(), "Constructor") for one in agents)  # each on a Ray of its own
         folders = [Path(words[words.index("--folder") + 1]) for words in hosts]
-        one_of(agents[1], victim).kill()
+        one_of(agents[1].below(), victim).kill()
         deadline = time.monotonic() + END_S
         assert [one.wait(deadline - time.monotonic()) for one in agents] == [1, 1]
         texts = [one.text() for one in agents]
@@ -173,13 +170,6 @@ def failed(place):
     return read_status(place)["planner"]["failed"].get("train", {})
 
 
-def until(is_so):
-    deadline = time.monotonic() + RUN_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def test_a_source_that_hangs(tmp_path):
     folder = write_sources(tmp_path)
     argv = long_flags(folder, **run_without(folder, train_iters=10_000))
@@ -188,10 +178,10 @@ def test_a_source_that_hangs(tmp_path):
         (place,) = map(Path, re.findall(r"its log is (\S+)/log", ranks[0].text()))
         stop_loaders(place, "chat")
         ranks[0].wait_for("the run continues without it", RUN_S)
-        until(lambda: "chat" in failed(place))
+        until(lambda: "chat" in failed(place), RUN_S)
         assert f"no tokens within {TIMEOUT_S} s: " in failed(place)["chat"]
         line = "data plane: train continues without source 'chat': no tokens within"
-        until(lambda: line in (place / "log").read_text())
+        until(lambda: line in (place / "log").read_text(), RUN_S)
         assert (place / "log").read_text().count(line) == 1
         ranks[0].process.terminate()
         assert [one.wait(RUN_S) for one in ranks] == [0, 0], ranks[0].text()

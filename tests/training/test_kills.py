@@ -25,11 +25,18 @@ from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.folder import TRACKER, CheckpointFolder
 from megatron_hdp.megatron.checkpoint.run_folder import RunFolder
 from tests.support.gradients import write_corpus
-from tests.support.metric_lines import lines_of
-from tests.support.processes import started
+from tests.support.processes import started, until
 from tests.support.ranks import RankError
 from tests.training.faults import train
-from tests.training.runs import LENGTHS, curve, folder, largest_difference, long_flags, run
+from tests.training.runs import (
+    LENGTHS,
+    curve,
+    folder,
+    largest_difference,
+    lines_of,
+    long_flags,
+    run,
+)
 
 __all__ = ["folder"]  # a fixture
 
@@ -60,9 +67,9 @@ def _nothing(*_):
     return None
 
 
-def codes_of(folder, settings, body=train, *fault):
+def codes_of(folder, settings):
     """Exit codes of a run that nobody kills."""
-    with started(NUM_RANKS, folder, body, *fault, long_flags(folder, **settings)) as ranks:
+    with started(NUM_RANKS, folder, train, "0:0:none", long_flags(folder, **settings)) as ranks:
         return [one.wait(DEADLINE_S) for one in ranks]
 
 
@@ -71,25 +78,16 @@ def num_steps_in(path):
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def wait_until(condition, ranks, what):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        alive = all(one.process.is_alive() for one in ranks)
-        assert alive, f"the run ended before {what}: {[one.text() for one in ranks]}"
-        assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S} s"
-        time.sleep(0.001)
-
-
 def kill_at_a_random_moment(ranks, settings, draw):
     """Waits for the moment, kills every rank, returns the helpers that outlive them."""
     path, save = settings["metrics_path"], settings["save"]
     target = num_steps_in(path) + 1 + draw.randrange(MAX_STEPS)
     if draw.random() < 0.7:
         pattern = f"iter_{target:07d}.partial-*"
-        wait_until(lambda: [*save.glob(pattern)], ranks, f"a save of step {target}")
+        until(lambda: [*save.glob(pattern)], DEADLINE_S, ranks, 0.001)
         time.sleep(draw.uniform(0.0, 0.6))
     else:
-        wait_until(lambda: num_steps_in(path) >= target, ranks, f"step {target}")
+        until(lambda: num_steps_in(path) >= target, DEADLINE_S, ranks, 0.001)
         time.sleep(draw.uniform(0.0, 0.3))
     pids = [one.process.pid for one in ranks]
     helpers = [child for pid in pids for child in psutil.Process(pid).children(recursive=True)]
@@ -114,7 +112,7 @@ def survive(folder, settings, num_kills):
             argv = long_flags(folder, **settings, async_save=kill % 2 == 0 or None)
             with started(NUM_RANKS, folder, train, "0:0:none", argv) as ranks:
                 helpers += kill_at_a_random_moment(ranks, settings, draw)
-        assert codes_of(folder, settings, train, "0:0:none") == [0] * NUM_RANKS
+        assert codes_of(folder, settings) == [0] * NUM_RANKS
     finally:
         for helper in helpers:  # the writers that outlived their rank
             with suppress(psutil.NoSuchProcess):
@@ -141,7 +139,7 @@ def test_a_run_survives_kills_at_random_moments(folder, num_kills, more):
     settings = killable(folder, num_kills) | more
     whole = dict.fromkeys(("save", "load", "save_interval"))
     whole |= {"metrics_path": folder / "uninterrupted.jsonl"}
-    assert codes_of(folder, settings | whole, train, "0:0:none") == [0] * NUM_RANKS
+    assert codes_of(folder, settings | whole) == [0] * NUM_RANKS
     survive(folder, settings, num_kills)
     found, expected = (lines_of(one["metrics_path"]) for one in (settings, whole))
     assert [record["step"] for record in found] == list(range(1, settings["train_iters"] + 1))
@@ -154,12 +152,11 @@ def test_a_run_survives_kills_at_random_moments(folder, num_kills, more):
 def test_writing_in_place_does_not_survive(folder):
     settings = killable(folder, 2)
     tracker = settings["save"] / TRACKER
-    is_saving = lambda: tracker.exists() and tracker.read_text() == "2"  # noqa: E731
     with started(NUM_RANKS, folder, train_in_place, long_flags(folder, **settings)) as ranks:
-        wait_until(is_saving, ranks, "a save of step 2")
+        until(lambda: tracker.exists() and tracker.read_text() == "2", DEADLINE_S, ranks, 0.001)
         for one in ranks:
             one.process.kill()
-    assert 0 not in codes_of(folder, settings, train, "0:0:none")
+    assert 0 not in codes_of(folder, settings)
 
 
 # Events of Python's audit hooks; the first argument is the path.

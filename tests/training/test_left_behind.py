@@ -18,10 +18,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import (
 from megatron_hdp import pretrain_gpt
 from megatron_hdp.data_plane.names import PREFIX
 from megatron_hdp.megatron import parallel
-from tests.support.metric_lines import lines_of
-from tests.support.processes import started
+from tests.support.processes import started, until
 from tests.training.faults import planted
-from tests.training.runs import folder, long_flags
+from tests.training.runs import folder, lines_of, long_flags
 
 __all__ = ["folder"]  # a fixture
 
@@ -82,10 +81,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(folder, stage):
     argv = long_flags(folder, hdp_tokens_per_rank=50, train_iters=2, **settings)
     with started(1, folder, launch, stage, argv, reached) as (launcher,):
         wanted = 1 if stage == "in-a-step" else RANKS
-        deadline = time.monotonic() + 120
-        while len(list(reached.iterdir())) < wanted:
-            assert launcher.process.is_alive() and time.monotonic() < deadline, launcher.text()
-            time.sleep(0.02)
+        until(lambda: len(list(reached.iterdir())) >= wanted, 120, [launcher])
         tree = psutil.Process(launcher.process.pid).children(recursive=True)
         try:
             assert len(tree) > RANKS if writers else len(tree) == RANKS
@@ -162,10 +158,7 @@ def test_restarts_leave_nothing_behind(folder, is_async):
         assert latest >= reached, f"start {number} ({how}) went back: {texts}"
         reached = latest
     assert reached > 0
-    deadline = time.monotonic() + 30
-    while left := left_of(sessions):
-        assert time.monotonic() < deadline, f"processes {left} are left over"
-        time.sleep(0.2)
+    until(lambda: not left_of(sessions), 30)
     assert os.listdir(temporary) == []
     assert in_shared_memory() <= shared_memory
     steps = [one["step"] for one in lines_of(folder / "metrics.jsonl")]

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -54,31 +53,23 @@ def test_too_many_corrupt_documents_in_a_row(run_ranks, tmp_path):
     assert len(records) == 4
 
 
-def failing(should_fail):
-    """A planner that raises, or gives an invalid plan, in the chosen calls for its strategy."""
-    calls = []
+def steps_with_planner(arguments, odd_rank, verdicts):
+    """Body of a rank: `trained`, the planner of one or all ranks raising or giving a broken plan.
+
+    By the number of the call: 0 is the check at the start, n is step n.
+    """
+    is_odd, calls = odd_rank is None or dist.get_rank() == odd_rank, []
 
     def make_plan(problem, strategy):
-        calls.append(strategy)
-        if (
-            strategy != "static" and len(problem.lengths) > 1
-        ):  # one sequence: the check at the start
-            verdict = should_fail(sum(one != "static" for one in calls) - 1)
-            if verdict == "raise":
-                raise MemoryError("no room")
-            if verdict == "invalid":
-                made = MAKE_PLAN(problem, strategy)
-                return replace(made, sequences=np.zeros_like(made.sequences))
-        return MAKE_PLAN(problem, strategy)
+        made, verdict = MAKE_PLAN(problem, strategy), None
+        if strategy != "static" and is_odd:
+            verdict = verdicts.get(len(calls))
+            calls.append(strategy)
+        if verdict == "raise":
+            raise MemoryError("no room")
+        return replace(made, sequences=0 * made.sequences) if verdict == "invalid" else made
 
-    return make_plan
-
-
-def steps_with_planner(arguments, odd_rank, verdicts):
-    """Body of a rank: what each step reported when the planner of one or all ranks fails."""
-    here = odd_rank is None or dist.get_rank() == odd_rank
-    planner = failing(lambda call: verdicts.get(call) if here else None)
-    with mock.patch.object(planning, "make_plan", planner):
+    with mock.patch.object(planning, "make_plan", make_plan):
         return trained(arguments)
 
 
@@ -89,7 +80,7 @@ def steps_with_planner(arguments, odd_rank, verdicts):
 def test_a_failing_planner_costs_balance_only(run_ranks, tmp_path, odd_rank, verdict):
     arguments = run(write_corpus(tmp_path, LENGTHS), **STEPS)
     expected, _ = run_ranks(2, trained, arguments)[0]
-    verdicts = {2: verdict, 4: verdict}  # call 0 is the check at the start, call n is step n
+    verdicts = {2: verdict, 4: verdict}
     found, output = run_ranks(2, steps_with_planner, arguments, odd_rank, verdicts)[0]
     assert [m.planner_failures for m in found] == [0, 1, 1, 2]
     losses, expected = ([m.loss for m in one] for one in (found, expected))

@@ -11,10 +11,9 @@ import pytest
 
 from megatron_hdp.data.spans import SpansWriter
 from tests.support.gradients import write_corpus
-from tests.support.metric_lines import lines_of
 from tests.support.ranks import RankError
 from tests.support.sources import LENGTHS, WEIGHTS, data_file, write_sources
-from tests.training.runs import largest_difference, mixed_run, run, trained
+from tests.training.runs import largest_difference, lines_of, mixed_run, run, trained
 
 
 @pytest.fixture
@@ -224,7 +223,6 @@ def with_primitives(folder, primitives, **overrides):
 
 
 def tokens(found):
-    """Of each source in each step."""
     return [{name: one.tokens for name, one in step.sources.items()} for step in found]
 
 

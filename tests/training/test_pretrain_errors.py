@@ -11,8 +11,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hdp import pretrain_gpt
-from tests.support.metric_lines import lines_of
 from tests.training import runs
+from tests.training.runs import lines_of
 
 LENGTHS = [20, 33, 1, 64, 7, 50, 12, 9]
 SEQ_LENGTH = 64

@@ -8,10 +8,9 @@ import time
 import pytest
 
 from tests.support.commands import running
-from tests.support.metric_lines import lines_of
-from tests.support.processes import started
+from tests.support.processes import started, until
 from tests.training.faults import train
-from tests.training.runs import folder, long_flags
+from tests.training.runs import folder, lines_of, long_flags
 
 __all__ = ["folder"]  # a fixture
 
@@ -19,15 +18,6 @@ RANKS = 3
 START_S = 120  # imports are done; what a busy machine may take to run the first steps
 STALL_S = 10
 WITHIN_S = 200  # of a fault; a job that does not notice it waits for 300 s
-
-
-def wait_for(marker, ranks):
-    """Returns once the fault has acted."""
-    deadline = time.monotonic() + START_S
-    while not marker.exists():
-        alive = all(one.process.is_alive() for one in ranks)
-        assert alive and time.monotonic() < deadline, [one.text() for one in ranks]
-        time.sleep(0.02)
 
 
 def outcomes(folder, fault, within_s, num_ranks=RANKS, **changes):
@@ -38,7 +28,7 @@ def outcomes(folder, fault, within_s, num_ranks=RANKS, **changes):
     rank = int(fault.split(":")[0])
     marker = folder / "acted"
     with started(num_ranks, folder, train, fault, long_flags(folder, **changes), marker) as ranks:
-        wait_for(marker, ranks)
+        until(marker.exists, START_S, ranks)
         deadline = time.monotonic() + within_s
         others = [one for number, one in enumerate(ranks) if number != rank]
         codes = [one.wait(deadline - time.monotonic()) for one in others]
@@ -47,27 +37,43 @@ def outcomes(folder, fault, within_s, num_ranks=RANKS, **changes):
         return codes, [one.text() for one in others], ranks[rank].text()
 
 
+STALL = {"stall_timeout_seconds": STALL_S}
+STAGE = STALL | {"pipeline_model_parallel_size": 2, "num_layers": 2, "hdp_tokens_per_rank": 100}
+WHERE = ("in forward of micro-batch", "of step 3")
+KILLED = (f" (host {os.uname().nodename})", "died or was stopped", *WHERE)
+STOPPED = ("died or was stopped: no sign of life for", *WHERE)
+STANDS_STILL = ("stalled while 2 of 3 ranks wait: rank 1 ", "stand_still, faults.py:", "of step 3")
+NAMED = {  # fault, flags, ranks, words of what the others say
+    "killed": ("2:3:kill", {}, 3, *KILLED),
+    "killed-which-holds-the-store": ("0:3:kill", {}, 3, *KILLED),
+    "stopped": ("2:3:stop", STALL, 3, *STOPPED),
+    "stopped-which-holds-the-store": ("0:3:stop", STALL, 3, "the job's store has not answered for"),
+    "stands-still": ("1:3:stand-still", STALL, 3, *STANDS_STILL),
+    "fails": ("1:2:fail", {}, 3, "failed: RuntimeError: planted"),
+    "stage-killed": ("1:3:kill", STAGE, 2, "died or was stopped", WHERE[0]),
+    "stage-stands-still": ("1:3:stand-still", STAGE, 2, "stalled while 1 of 2 ranks", WHERE[0]),
+}
+QUICK = ("killed", "stands-still", "fails")
+
+
 @pytest.mark.parametrize(
-    "rank", [2, pytest.param(0, marks=pytest.mark.slow)], ids=["another", "which-holds-the-store"]
+    "name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in NAMED]
 )
-def test_a_rank_that_is_killed_is_named(folder, rank):
-    codes, texts, _ = outcomes(folder, f"{rank}:3:kill", WITHIN_S)
-    assert codes == [3, 3], texts
+def test_a_rank_that_fails_is_named_and_all_end(folder, name):
+    fault, changes, num_ranks, *expected = NAMED[name]
+    codes, texts, own = outcomes(folder, fault, WITHIN_S, num_ranks, **changes)
+    assert codes == [3] * (num_ranks - 1), texts
+    if name == "stands-still":
+        texts.append(own)
     for text in texts:
         (line,) = [line for line in text.splitlines() if "error on rank" in line]
-        assert f"rank {rank} (host {os.uname().nodename})" in line, line
-        assert "died or was stopped" in line, line
-        assert "in forward of micro-batch" in line and "of step 3" in line, line
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_is_named(folder):
-    codes, texts, _ = outcomes(folder, "2:3:stop", WITHIN_S, stall_timeout_seconds=STALL_S)
-    assert codes == [3, 3], texts
-    for text in texts:
-        assert "rank 2 (host " in text and "died or was stopped: no sign of life for" in text, text
-        assert "in forward of micro-batch" in text and "of step 3" in text, text
-    assert any("stack of rank" in text and "comm.py" in text for text in texts), texts
+        found = line if name.startswith("killed") else text
+        assert all(words in found for words in (f"rank {fault[0]} (host ", *expected)), text
+        assert "second line" not in text
+    if name == "stopped":
+        assert any("stack of rank" in text and "comm.py" in text for text in texts), texts
+    if name == "fails":
+        assert "Traceback" in own and "second line" in own
 
 
 @pytest.mark.parametrize(
@@ -88,32 +94,6 @@ def test_a_rank_that_dies_at_the_start_is_named(folder, is_told):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["1:3:kill", "1:3:stand-still"])
-def test_a_pipeline_stage_is_named(folder, fault):
-    layout = {"pipeline_model_parallel_size": 2, "num_layers": 2, "hdp_tokens_per_rank": 100}
-    codes, texts, _ = outcomes(folder, fault, WITHIN_S, 2, stall_timeout_seconds=STALL_S, **layout)
-    assert codes == [3], texts
-    assert "rank 1 (host " in texts[0] and "in forward of micro-batch" in texts[0], texts
-    assert "died or was stopped" in texts[0] or "stalled while 1 of 2 ranks wait" in texts[0]
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_that_holds_the_store_is_named(folder):
-    codes, texts, _ = outcomes(folder, "0:3:stop", WITHIN_S, stall_timeout_seconds=STALL_S)
-    assert codes == [3, 3], texts
-    for text in texts:
-        assert "the job's store has not answered for" in text and "rank 0 (host " in text, text
-
-
-def test_a_rank_that_stands_still_is_named_and_ends_too(folder):
-    codes, texts, own = outcomes(folder, "1:3:stand-still", WITHIN_S, stall_timeout_seconds=STALL_S)
-    assert codes == [3, 3], texts
-    for text in (*texts, own):
-        assert "stalled while 2 of 3 ranks wait: rank 1 (host " in text, text
-        assert "stand_still, faults.py:" in text and "of step 3" in text, text
-
-
-@pytest.mark.slow
 def test_a_slow_rank_is_waited_for(folder):
     """Each of its micro-batches takes less than the limit, all of them more."""
     whole = {"hdp_strategy": "naive", "hdp_tokens_per_rank": 100, "global_batch_size": 32}
@@ -129,18 +109,9 @@ def test_the_first_step_may_take_longer(folder):
     """A stall in the first step, which compiles, lasts as long as a collective may."""
     run = long_flags(folder, stall_timeout_seconds=1)
     with started(RANKS, folder, train, "1:1:stand-still", run, folder / "acted") as ranks:
-        wait_for(folder / "acted", ranks)
+        until((folder / "acted").exists, START_S, ranks)
         time.sleep(6)
         assert all(one.process.is_alive() for one in ranks), [one.text() for one in ranks]
-
-
-def test_an_exception_on_one_rank_ends_all(folder):
-    codes, texts, own = outcomes(folder, "1:2:fail", WITHIN_S)
-    assert codes == [3, 3], texts
-    assert "Traceback" in own and "second line" in own
-    for text in texts:
-        assert "rank 1 (host " in text and "failed: RuntimeError: planted" in text, text
-        assert "second line" not in text
 
 
 @pytest.mark.parametrize(
@@ -185,7 +156,6 @@ def test_a_signal_before_the_first_step_ends_all(folder):
 
 
 def torchrun(folder, fault, argv, *options, once=None, num_ranks=RANKS):
-    """torchrun with the fault, as a process."""
     words = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *options]
     words += ["-m", "tests.training.faults", fault, *argv]
