@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from tests.support.commands import running
-from tests.support.processes import started, until
+from tests.support.processes import running, started, until
 from tests.training.faults import train
 from tests.training.runs import folder, lines_of, long_flags
 

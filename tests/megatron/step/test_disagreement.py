@@ -12,7 +12,7 @@ from megatron_hdp.data.steps import planning
 from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.step import hdp_steps
 from megatron_hdp.options import flag_of
-from megatron_hdp.planner import CostModel, make_plan
+from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.health.agreement import DisagreementError
 from megatron_hdp.training import loop
 from megatron_hdp.training.loop import pretrain
