@@ -30,10 +30,7 @@ class OwnLoss(Protocol):
     ) -> torch.Tensor:
         """The sum of the loss of a micro-batch's tokens on this rank.
 
-        Args:
-            micro_batch: which.
-            tensors: `arrays` on the device, and what the micro-batch brings by itself.
-            last: the end of the model.
+        `tensors` are `arrays` on the device, and what the micro-batch brings by itself.
 
         Returns:
             Scalar of at least float32; equal on tensor-parallel ranks, and depending on the hidden

@@ -23,13 +23,10 @@ _UNUSED = DummyTimer()  # what the schedule times and the timeline does not
 def noting_compute(
     config: Any, timeline: Timeline, passes: Sequence[tuple[int | None, int]]
 ) -> Iterator[None]:
-    """Notes every forward and backward of the schedule that runs inside.
+    """Notes every forward and backward of the schedule that runs inside, whose timers are ours.
 
-    Args:
-        config: Megatron's configuration of the model; its ``timers`` are ours inside.
-        timeline: where the spans go.
-        passes: what this rank runs forward, in order, and so backward: the micro-batch's index in
-            the step's plan, None for padding, and the model chunk.
+    `passes` are what this rank runs forward, in order, and so backward: the micro-batch's index in
+    the step's plan, None for padding, and the model chunk.
     """
     timers = _Timers(timeline, passes)
     before, config.timers = config.timers, timers
