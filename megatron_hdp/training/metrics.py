@@ -57,15 +57,7 @@ class StepMetrics(StepFigures):
     def of_report(
         cls, report: StepReport, *, seconds: float, model_flops: float, num_ranks: int, **more: Any
     ) -> Self:
-        """Return the metrics of a step.
-
-        Args:
-            report: what it did; its figures are taken over.
-            seconds: what it took.
-            model_flops: what its batch needs.
-            num_ranks: ranks of the job.
-            more: the fields that are left.
-        """
+        """Return the metrics of a step; `more` are the fields that are left."""
         return cls(
             **{item.name: getattr(report, item.name) for item in fields(StepFigures)},
             **more,
@@ -115,12 +107,7 @@ class MetricsLogger:
         self._writer: Any = None
 
     def write(self, metrics: StepMetrics, *, to_validate: Sequence[str] | None = None) -> None:
-        """Append one step and flush it.
-
-        Args:
-            metrics: of the step.
-            to_validate: sources of the evaluation whose losses `complete` will add; None: it will
-                not be called.
+        """Append one step and flush it; `complete` will add losses of the sources `to_validate`.
 
         Raises:
             ValueError: the file cannot be written; names it.

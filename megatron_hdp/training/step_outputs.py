@@ -15,18 +15,14 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.options import TrainingArguments, model_shape
 from megatron_hdp.megatron.step import EvaluationLoss, HdpSteps, StepReport
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics
-from megatron_hdp.training.tracer import StepTracer
+from megatron_hdp.training.step_trace import StepTracer
 from megatron_hdp.training.training_job import Steps
 
 
 class StepOutputs:
     """Writes as the flags say; every rank makes the same calls.
 
-    Args:
-        arguments: of the run.
-        steps: what trains.
-        vocab_size: entries of the tokenizer.
-        first_step: that runs next; what a file of metrics holds of it and later ones is dropped.
+    What a file of metrics holds of the first step and later ones is dropped.
     """
 
     def __init__(
@@ -71,12 +67,8 @@ class StepOutputs:
     ) -> StepMetrics:
         """Writes the metrics of a step that has ended, and returns them.
 
-        Args:
-            report: what it did.
-            validation: of the evaluation that it ended with.
-            to_validate: sources of the evaluation by which `add_validation_loss` will complete
-                them; None: none follows.
-            figures: what else `StepMetrics.of_report` takes, but for operations and ranks.
+        Where sources are `to_validate`, `add_validation_loss` will complete them. `figures` are
+        what else `StepMetrics.of_report` takes.
         """
         metrics = StepMetrics.of_report(
             report,

@@ -1,4 +1,6 @@
-"""One step of all ranks as trace events: what each rank did, and the plan laid over it.
+"""Traces a few steps of the job: what each rank did, and the plan laid over it.
+
+Every rank records its spans, the first one writes them all as trace events.
 
 A rank is a process of the trace; its threads are the plan, what it computed, each kind of wait, and
 the optimizer's step. With several model chunks on a stage (virtual stages) plan and compute have a
@@ -13,12 +15,19 @@ nobody leaves before everybody has entered it: exact to a message's way between 
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_hdp.megatron.parallel import RankPlace
+from megatron_hdp.megatron.step import HdpSteps
+from megatron_hdp.options import trace_steps
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.runtime.timeline import (
     BACKWARD,
@@ -32,7 +41,7 @@ from megatron_hdp.runtime.timeline import (
     Span,
 )
 from megatron_hdp.simulator.plan_bars import bars_by_rank, lanes_of
-from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels
+from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels, write_events
 
 PLAN, COMPUTE = "plan", "compute"
 LANES = (PLAN, COMPUTE, TO_HOST, TO_DEVICE, RING_WAIT, PIPELINE_WAIT, SYNC, OPTIMIZER)
@@ -41,7 +50,17 @@ _COMPUTES = {FORWARD, BACKWARD}
 _THREADS = 1000  # numbers of one process, ten a chunk
 _JOB = 1  # the process above those of the ranks
 _FIRST_RANK = 2
+_ORDER = ("hdp_rank", "stage", "tensor_rank")
 _SHORT = 1e-4  # of the step: shorter waits are too many to draw and too short to see
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_ABOUT = {
+    "times": "when work ran: by CPU clocks; on GPUs by events of the compute stream, aligned "
+    "with the CPU's clock at the beginning of each step",
+    "alignment": "ranks of one machine share its clock; machines are aligned where they leave "
+    "the all-reduce that begins a step",
+    "plan": "its times are multiplied by measured / predicted compute of the step",
+}
 
 
 @dataclass(frozen=True)
@@ -78,13 +97,9 @@ class RankSpans:
     @property
     def compute_s(self) -> float:
         """Seconds of forward and backward without the waits for ring members inside them."""
-        seconds = -self.left_out_s.get(RING_WAIT, 0.0)
-        for span in self.spans:
-            if span.kind in _COMPUTES:
-                seconds += span.end_s - span.start_s
-            elif span.kind == RING_WAIT:
-                seconds -= span.end_s - span.start_s
-        return seconds
+        signs = {FORWARD: 1, BACKWARD: 1, RING_WAIT: -1}
+        drawn_s = sum((one.end_s - one.start_s) * signs.get(one.kind, 0) for one in self.spans)
+        return drawn_s - self.left_out_s.get(RING_WAIT, 0.0)
 
 
 def clock_starts(ranks: Iterable[RankSpans]) -> dict[str, float]:
@@ -96,12 +111,7 @@ def clock_starts(ranks: Iterable[RankSpans]) -> dict[str, float]:
 
 
 def name_events(places: Sequence[RankPlace], offload: bool = False) -> Iterator[Event]:
-    """The names of processes and threads.
-
-    Args:
-        places: of all ranks of the job, in ascending order.
-        offload: whether activations may go to the host.
-    """
+    """The names of processes and threads."""
     yield from labels("process", _JOB, _thread(_JOB, PLAN), "job", 0)
     yield from labels("thread", _JOB, _thread(_JOB, PLAN), "steps", 0)
     for process, place in enumerate(places, _FIRST_RANK):
@@ -129,15 +139,10 @@ def step_events(
     offset_s: float,
     learnt: Mapping[str, Any] | None = None,
 ) -> Iterator[Event]:
-    """The bars of one step.
+    """The bars of one step, which begins at an offset of the trace.
 
-    Args:
-        ranks: what every rank of the job noted, in ascending order of their places.
-        plan: what they ran.
-        evaluation: when the plan expected it.
-        step: its number.
-        offset_s: where the step begins in the trace.
-        learnt: how the run had corrected the cost model that it was planned by.
+    `ranks` are in ascending order of their places. `learnt` is how the run had corrected the cost
+    model that the step was planned by.
     """
     starts = clock_starts(ranks)
     facts = step_facts(ranks, evaluation)
@@ -227,3 +232,68 @@ def _thread(process: int, lane: str, chunk: int = 0) -> int:
 def _name(kind: str, about: dict[str, Any]) -> str:
     tokens = about["tokens"] + about.get("local_tokens", 0)
     return f"{kind} {about['micro_batch']}: degree {about['degree']}, {tokens:,} tokens"
+
+
+class StepTracer:
+    """Traces the steps of ``--hdp-trace-steps``; every rank of the job makes the same calls.
+
+    The file ``steps-FIRST-LAST.json`` is whole after every traced step, with those so far.
+
+    Raises:
+        ValueError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, steps: str, traced: HdpSteps) -> None:
+        self._path = folder / f"steps-{steps}.json"
+        self._steps = trace_steps(steps)
+        self._traced = traced
+        self._events: list[Event] = []
+        self._cpu_began_s = 0.0  # of this process
+        self._began_s: float | None = None  # the first traced step, on the first rank's clock
+        if dist.get_rank() == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(
+                    f"--hdp-trace {folder}: {error.strerror}: give a folder that can be made"
+                ) from None
+
+    def begin(self, step: int) -> None:
+        """Call before a step runs."""
+        if step in self._steps:
+            self._traced.executor.timeline.start_recording()
+            self._cpu_began_s = time.process_time()
+
+    def end(self, step: int) -> None:
+        """Call when it has run and has been timed: gathers from all ranks and writes."""
+        if step not in self._steps:
+            return
+        cpu_s = time.process_time() - self._cpu_began_s
+        timeline = self._traced.executor.timeline
+        mine = RankSpans.of_rank(
+            self._traced.place, _clock(), timeline.started_s, timeline.stop_recording(), cpu_s
+        )
+        first = dist.get_rank() == 0
+        ranks: list[RankSpans] | None = [mine] * dist.get_world_size() if first else None
+        dist.gather_object(mine, ranks)
+        if ranks is not None:
+            self._add(step, ranks)
+            write_events(self._path, self._events, _ABOUT)
+
+    def _add(self, step: int, ranks: list[RankSpans]) -> None:
+        start_s = clock_starts(ranks)[ranks[0].clock]
+        ranks = sorted(ranks, key=lambda rank: attrgetter(*_ORDER)(rank.place))
+        if self._began_s is None:
+            self._began_s = start_s
+            offload = self._traced.arguments.hdp_offload != "off"
+            self._events += name_events([rank.place for rank in ranks], offload)
+        plan, evaluation = self._traced.planned_times()
+        offset_s, learnt = start_s - self._began_s, self._traced.corrections()
+        self._events += step_events(ranks, plan, evaluation, step, offset_s, learnt)
+
+
+def _clock() -> str:
+    """What this rank's clock is shared under: the machine's boot, where Linux tells it."""
+    if _BOOT.exists():
+        return _BOOT.read_text().strip()
+    return f"rank {dist.get_rank()}"

@@ -6,11 +6,8 @@ The steps are all in which a run under hybrid data parallelism differs from stoc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from megatron_hdp.data import DataOrder
-from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
@@ -21,7 +18,6 @@ from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
 from megatron_hdp.megatron.step import (
     DataPlane,
     HdpSteps,
-    StepReport,
     StockSteps,
     build_datasets,
     build_executor,
@@ -32,38 +28,8 @@ from megatron_hdp.megatron.step import (
 )
 from megatron_hdp.runtime.timeline import Timeline
 
-
-class Steps(Protocol):
-    """What runs one step over one split of the data: HDP's or stock Megatron's."""
-
-    order: DataOrder
-
-    def follow(self, order: DataOrder) -> None:
-        """Draws each source in the order that its run began with; before the first step here."""
-        ...
-
-    def run(self, position: Position, forward_only: bool = False) -> StepReport:
-        """Runs the step that begins at a position, unless it is over there."""
-        ...
-
-    def is_over(self, position: Position) -> bool:
-        """Whether every source of the data has ended, so that no step begins at a position."""
-        ...
-
-    def non_finite_gradients(self) -> tuple[str, ...]:
-        """Micro-batches of the latest step that gave NaN or infinite gradients, where one can tell.
-
-        Every rank must call it.
-        """
-        ...
-
-    def draw_plan(self, path: Path, title: str) -> None:
-        """Draws the latest step's plan."""
-        ...
-
-    def close(self) -> None:
-        """Ends what prepares steps that will not run."""
-        ...
+Steps: TypeAlias = HdpSteps | StockSteps
+"""What runs one step over one split of the data."""
 
 
 @dataclass
@@ -108,12 +74,7 @@ class TrainingJob:
 
 
 def build_training_job(arguments: TrainingArguments, timeline: Timeline) -> TrainingJob:
-    """The job, once `parallel.initialise` has run; every rank must call this.
-
-    Args:
-        arguments: of the run.
-        timeline: where this rank's time will be noted.
-    """
+    """The job, once `parallel.initialise` has run; every rank must call this."""
     plane = join_data_plane(arguments) if arguments.hybrid_data_parallel else None
     tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
     chunks = build_chunks(arguments, tokenizer.vocab_size)

@@ -1,6 +1,6 @@
 """Which loaders a source has and which of them serve, with actors that only say what they are told.
 
-A real plane: `tests/training/test_data_plane_scaling.py`.
+A real plane: `tests/training/test_data_plane.py`.
 """
 
 from types import SimpleNamespace

@@ -90,8 +90,7 @@ COMMANDS = {
     "--cost-model cost-model.json": Elsewhere("tests/profile/test_profile.py::test_one_process"),
     "torchrun --nproc-per-node 2 -m megatron_hdp.pretrain_gpt --config configs/tiny-cpu.yaml "
     "--hybrid-data-parallel --hdp-data mix.yaml": Elsewhere(
-        "tests/training/test_primitives.py::"
-        "test_a_mixture_follows_the_loss_and_a_run_goes_on_exactly"
+        "tests/training/test_mixture.py::test_a_mixture_follows_the_loss_and_a_run_goes_on_exactly"
     ),
     "megatron-hdp data prepare mix.yaml": COMMAND,
     "megatron-hdp data describe mix.yaml": COMMAND,

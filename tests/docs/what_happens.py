@@ -6,7 +6,7 @@ MISHAPS = "tests/training/test_mishaps.py::"
 DAMAGED = "tests/training/test_damaged_checkpoint.py::"
 CHECKPOINT = "tests/training/test_checkpoint.py::"
 PLANE = "tests/data_plane/test_faults.py::"
-NODES = "tests/training/test_data_plane_two_nodes.py::"
+NODES = "tests/training/test_data_plane_lost.py::"
 RUN_FOLDER = "tests/megatron/checkpoint/test_run_folder.py::"
 
 SHOWN_BY = {
@@ -23,30 +23,30 @@ SHOWN_BY = {
         "tests/megatron/step/test_disagreement.py::test_other_flags",
         "tests/megatron/step/test_disagreement.py::test_another_cost_model",
     ),
-    "a rank dies": (f"{SURVIVAL}test_a_rank_that_is_killed_is_named",),
+    "a rank dies": (f"{SURVIVAL}test_a_rank_that_fails_is_named_and_all_end",),
     "a rank dies before the first step": (
         f"{SURVIVAL}test_a_rank_that_dies_at_the_start_is_named",
     ),
     "a rank raises an exception": (
-        f"{SURVIVAL}test_an_exception_on_one_rank_ends_all",
+        f"{SURVIVAL}test_a_rank_that_fails_is_named_and_all_end",
         f"{SURVIVAL}test_an_exception_is_printed_under_torchrun",
     ),
     "a rank gets slow, with [`--hdp-online`](online.md)": (
         "tests/megatron/step/test_learning.py::test_a_slow_rank_is_found_and_its_work_moves",
     ),
     "a rank hangs, or all ranks wait for each other": (
-        f"{SURVIVAL}test_a_rank_that_stands_still_is_named_and_ends_too",
+        f"{SURVIVAL}test_a_rank_that_fails_is_named_and_all_end",
         "tests/runtime/health/test_heartbeat.py::test_ranks_that_wait_for_each_other_end",
     ),
     "torchrun is killed": (
-        "tests/training/test_launcher_killed.py::test_nothing_outlives_a_launcher_that_is_killed",
+        "tests/training/test_left_behind.py::test_nothing_outlives_a_launcher_that_is_killed",
     ),
     "the loss is NaN or infinite": (
         "tests/training/test_non_finite.py::test_the_micro_batch_is_named_and_weights_stay",
     ),
     "a gradient is NaN or infinite": (
-        "tests/training/test_non_finite.py::test_the_micro_batches_of_a_gradient_are_named",
-        "tests/training/test_non_finite.py::test_a_gradient_that_overflows_in_one_weight_alone",
+        "tests/training/test_non_finite.py::test_the_micro_batch_is_named_and_weights_stay",
+        "tests/training/test_non_finite.py::test_all_ranks_stop",
     ),
     "SIGTERM, SIGUSR1 or Ctrl-C to any rank": (
         f"{SURVIVAL}test_a_signal_to_one_rank_saves_and_ends_all",
@@ -97,7 +97,7 @@ SHOWN_BY = {
         "tests/data_plane/test_asker.py::test_a_source_that_gives_nothing_is_named",
     ),
     "the same, or its file changes or is gone, with `on-failure: go-on-without`": (
-        "tests/training/test_data_plane_without.py::test_a_source_that_hangs",
+        "tests/training/test_data_plane_lost.py::test_a_source_that_hangs",
         "tests/data_plane/roles/test_failures.py::test_one_node_cannot_read_and_both_go_on_without",
     ),
     "a `.bin` is cut while training reads it": (
@@ -125,7 +125,7 @@ SHOWN_BY = {
     ),
     "the job is killed while it saves": (
         "tests/megatron/checkpoint/test_folder.py::test_a_kill_leaves_the_old_or_the_new_checkpoint",
-        "tests/training/test_killed_saves.py::test_a_kill_at_every_change",
+        "tests/training/test_kills.py::test_a_kill_at_every_change",
     ),
     "a checkpoint is damaged": (
         f"{DAMAGED}test_a_damaged_file_is_named_on_every_rank",
@@ -136,7 +136,7 @@ SHOWN_BY = {
         f"{RUN_FOLDER}test_a_garbage_tracker_is_named_at_the_start",
     ),
     "a checkpoint of an older release is resumed": (
-        "tests/training/test_order_version.py::test_a_run_of_an_older_release_keeps_its_order",
+        "tests/training/test_changed_data.py::test_a_run_of_an_older_release_keeps_its_order",
         f"{DAMAGED}test_an_older_checkpoint_loads_and_that_is_said_once",
     ),
     "`--save` holds another run's checkpoints": (

@@ -1,23 +1,29 @@
 """What a gradient-equivalence case is, and the ways to its arguments and data."""
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from megatron_hdp.data.mixture import BatchSize, Position
+from megatron_hdp.data.steps import LostSource, read_step
 from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
+from megatron_hdp.megatron.step import open_split, split_specs
 from megatron_hdp.planner import Plan
+from tests.support import gradients
 from tests.support.drawn import first_rows
 from tests.support.gradients import tiny_arguments, write_corpus
 from tests.support.random_plans import random_plan
 from tests.support.sources import data_file, mixed_arguments, write_sources
 
 Settings = dict[str, Any]
+CHAT = 1  # its place among the sources of a mixture
 LENGTHS = (1, 2, 30, 100, 64, 65, 7, 200, 129)
 ROOM = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
 
@@ -97,6 +103,35 @@ def mixed(folder: Path, case: Case) -> TrainingArguments:
     more = settings.pop("hdp_data", None)
     path = data_file(write_sources(folder), *([more] if more else []))
     return mixed_arguments(folder, path, **settings)
+
+
+def read_without_chat(totals, share, reader, source):
+    """Misses all conversations, as of a failed source; of a ring its first rank alone does."""
+    found, ids = read_step(totals, share, reader, source), []
+    for slot in range(share.num_slots):
+        begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
+        if share.ring_of(slot)[0] != share.hdp_rank:
+            begin += int(share.num_sharded[slot])
+        mine = slice(begin, end)
+        ids += share.ids[mine][share.sources[mine] == CHAT].tolist()
+    return replace(found, lost=(LostSource("chat", "planted", tuple(ids)),)) if ids else found
+
+
+@contextmanager
+def never_had_chat() -> Iterator[None]:
+    """Within it, the reference's step has no conversations."""
+    drawn = gradients.drawn_sequences
+
+    def without(arguments):
+        corpus = open_split(arguments, split_specs(arguments)["train"])
+        batch = BatchSize(arguments.global_batch_size)
+        step = corpus.mixture(corpus.orders(), batch, arguments.seed).step(Position())
+        for source, one in zip(step.sources.tolist(), drawn(arguments), strict=True):
+            if source != CHAT:
+                yield one
+
+    with mock.patch.object(gradients, "drawn_sequences", without):
+        yield
 
 
 def on_the_fly(folder: Path, case: Case) -> TrainingArguments:

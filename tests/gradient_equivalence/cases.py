@@ -15,7 +15,9 @@ from tests.gradient_equivalence.case import (
     Published,
     Settings,
     mixed,
+    never_had_chat,
     on_the_fly,
+    read_without_chat,
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
 from tests.support.gradients import EXPERTS
@@ -39,7 +41,6 @@ MQA |= {"add_bias_linear": False, "rotary_percent": 0.5}
 
 
 def layers(number: int) -> Settings:
-    """So many layers."""
     return {"num_layers": number}
 
 
@@ -65,14 +66,10 @@ def _dense() -> dict[str, Case]:
             "pp4": (8, PP4 | layers(4)),
             "tp2-sp-pp2": (8, TP2_SP | PP2),
         }.items()
+        for groups in [{"num_query_groups": settings.get("tensor_model_parallel_size", 1)}]
         for model, kind, more in (
-            ("gqa", GQA, {}),
-            ("mha-tied-layernorm", MHA, {}),
-            (
-                "mqa-qknorm-qkvbias",
-                MQA,
-                {"num_query_groups": settings.get("tensor_model_parallel_size", 1)},
-            ),
+            *(("gqa", GQA, {}), ("mha-tied-layernorm", MHA, {})),
+            ("mqa-qknorm-qkvbias", MQA, groups),
         )
     }
     padded = {"make_vocab_size_divisible_by": 64}
@@ -144,7 +141,6 @@ LONG = {"window_size": "70,0"}  # over several of them
 
 
 def every(pattern: str) -> Settings:
-    """Which layers have a window."""
     return {"window_attn_skip_freq": pattern}
 
 
@@ -233,6 +229,7 @@ PARTS = "pipeline_model_parallel_layout"
 def _uneven_stages() -> dict[str, Case]:
     two = ("static", "pp-balance")
     loss = {"account_for_loss_in_pipeline_split": True}
+    embedding = {"account_for_embedding_in_pipeline_split": True}
     v2 = {"num_virtual_stages_per_pipeline_rank": 2}
     rows = {  # ranks, stages, layers, the rest
         "first": (4, 2, 3, {"decoder_first_pipeline_num_layers": 1}),
@@ -241,10 +238,7 @@ def _uneven_stages() -> dict[str, Case]:
         "last-only-output": (2, 2, 2, ALONE | {PARTS: "Ett|L"} | BLOCK),
         "last": (4, 2, 3, {"decoder_last_pipeline_num_layers": 1} | BLOCK),
         "first-virtual": (4, 2, 6, {"decoder_first_pipeline_num_layers": 2} | v2),
-        "counted": (
-            *(4, 4, 6),
-            joined(ALONE, MQA, loss, {"account_for_embedding_in_pipeline_split": True}),
-        ),
+        "counted": (4, 4, 6, joined(ALONE, MQA, loss, embedding)),
         "counted-virtual": (4, 4, 7, joined(ALONE, loss, v2)),
         "virtual-4": (4, 4, 6, joined(ALONE, MHA, {PARTS: "E|t|t|tt||t|t|L"})),
         "virtual-3": (4, 2, 5, {PARTS: "Et|t||tt|t|L"}),
@@ -346,6 +340,7 @@ def _experts() -> dict[str, Case]:
     }
 
 
+READ_STEP = "megatron_hdp.data.steps.loaders.read_step"
 LOGITS_BYTES = "megatron_hdp.runtime.loss.fused_cross_entropy.LOGITS_BYTES"
 TEN_TOKENS = 10 * 320 // 2 * 8  # bytes of their float64 logits on one of two tensor-parallel ranks
 FUSED = {"seq_length": 100}
@@ -356,7 +351,7 @@ PADDED_TP2_SP = PADDED_TP2 | {"sequence_parallel": True}
 
 def _fused_loss() -> dict[str, Case]:
     chunks = ((LOGITS_BYTES, {"cpu": TEN_TOKENS}),)
-    logits = (("megatron_hdp.megatron.model.fused_loss.linear_cross_entropy", None),)
+    logits = (("megatron_hdp.megatron.model.last_stage.linear_cross_entropy", None),)
     rows = {
         "tensor-parallel-tied": (2, PADDED_TP2 | TIED, chunks),
         "sequence-parallel": (2, PADDED_TP2_SP, chunks),
@@ -383,6 +378,11 @@ def _data() -> dict[str, Case]:
     }
     cases = {
         name: Case(ranks, more, plans=0, arguments_of=mixed) for name, (ranks, more) in rows.items()
+    }
+    lost = {"patches": ((READ_STEP, read_without_chat),), "around": never_had_chat}
+    cases |= {
+        "mixture-lost-source": Case(3, {}, plans=0, arguments_of=mixed, **lost),
+        "mixture-lost-source-pp2": Case(4, PP2, plans=0, arguments_of=mixed, **lost),
     }
     return cases | {"on-the-fly": Case(2, {}, plans=0, arguments_of=on_the_fly)}
 
@@ -413,11 +413,12 @@ QUICK = {  # each model, layout and feature once; the other rows are slow
     *(SMOKE, "some-layers-v2", "alternating", "both-tensor"),
     *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-kv-no-query-latent", "mla-latent-tp2-sp"),
     *("uneven-virtual-empty", "uneven-empty"),
-    *("moe-two-groups", "moe-shared-and-across", "moe-stages", "moe-distributed-optimizer"),
+    *("moe-two-groups", "moe-shared-and-across", "moe-distributed-optimizer"),
+    "moe-virtual-stages-across-ranks",
     *("moe-without-a-token-across", "moe-corrupt"),
     *("grouped-two-groups", "deepseek-across", "glm-stages", "qwen2-moe-across"),
     *("fused-sequence-parallel-pipeline-tied", "fused-logits"),
-    *("mixture-rings", "mixture-split", "on-the-fly"),
+    *("mixture-rings", "mixture-split", "on-the-fly", "mixture-lost-source-pp2"),
     *("gpt-oss-20b-rings", "kimi-k2-rings"),
 }
 

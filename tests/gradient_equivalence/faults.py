@@ -11,14 +11,14 @@ import torch
 from megatron_hdp.data.mixture import TableSource
 from megatron_hdp.data.steps import read_micro_batch
 from megatron_hdp.megatron.execution.executor import HdpExecutor
-from megatron_hdp.megatron.model import HdpMlaSelfAttention, fused_loss
+from megatron_hdp.megatron.model import HdpMlaSelfAttention, last_stage
 from megatron_hdp.megatron.model.router import HdpRouter
 from megatron_hdp.megatron.options import expert_layers_of_chunk
 from megatron_hdp.runtime.kernels import Block
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm
 from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.latent import _Projection
-from tests.gradient_equivalence.case import Case, mixed
+from tests.gradient_equivalence.case import Case, mixed, never_had_chat
 from tests.gradient_equivalence.cases import (
     ACROSS,
     ALONE,
@@ -73,36 +73,19 @@ def block_without_heads(layout, step):
 
 
 def finalize_with_one_token_too_many(self, step, num_loss_tokens, *args, **kwargs):
-    """Divides by another number than the loss tokens."""
     return FINALIZE(self, step, num_loss_tokens + 1, *args, **kwargs)
 
 
 def finalize_with_doubled_experts(self, step, num_loss_tokens, model, *args, **kwargs):
-    """Counts the gradients of experts twice."""
     FINALIZE(self, step, num_loss_tokens, model, *args, **kwargs)
     for chunk in model:
         for buffer in chunk.expert_parallel_buffers:
             buffer.scale_gradients(2.0)
 
 
-def everything_is_trained(self, row, start, stop):
-    """Does not heed what of a conversation is masked."""
-    return IS_TRAINED(self, row, start, stop) | True
-
-
 def rows_in_order(embedding, context, transformer, hidden, config, params, **_):
     """Takes a token's place in the micro-batch for its position."""
     return torch.arange(len(params.positions))
-
-
-def forgets_the_halo(self, dk, dv, comm):
-    """Gradients of what came from other ranks are lost."""
-    return dk[self.own], dv[self.own]
-
-
-def one_token_less(layout, window):
-    """A halo that is too short."""
-    return HALO(layout, window - 1)
 
 
 def first_of_each_chunk_again(values, here, first, others):
@@ -111,16 +94,6 @@ def first_of_each_chunk_again(values, here, first, others):
         room = array[here]
         of_depth = np.roll(values[: len(room)], -depth)[: len(values[depth:])]
         yield room[: len(of_depth)], of_depth
-
-
-def one_divisor(losses, step, loss_tokens):
-    """Each depth is divided by the loss tokens of labels."""
-    return (0.35,) * losses.depths
-
-
-def of_own_heads(x, group):
-    """A rotated part whose gradient is not summed over tensor-parallel ranks' heads."""
-    return x
 
 
 def by_place_in_the_pack(self, params, dtype):
@@ -136,18 +109,17 @@ def to_the_latent_alone(self, dk, dv, latent):
 
 
 def seen_with_padding(self, params):
-    """Routers count padding."""
     tokens = SEEN_HERE(self, params)
     return replace(tokens, sequence_index=tokens.sequence_index.clamp(min=0))
 
 
+def unchanged(x, group=None):
+    """Leaves undone what it should do to its argument."""
+    return x
+
+
 def nothing(*args):
     """Leaves undone what it should do."""
-
-
-def choice_in_use(self, logits, routing_map):
-    """Balances by the choice that the bias has changed."""
-    return routing_map
 
 
 def float32(self):
@@ -164,19 +136,9 @@ class ForgetfulLinear(GroupedLinear):
         return [*weights, last.detach() + 0 * last]
 
 
-def not_summed(hidden, group):
-    """Leaves the ranks' parts of the hidden states' gradient apart."""
-    return hidden
-
-
 def not_scattered(hidden, group):
     """Hands each rank its run of its own part only."""
     return GATHER(hidden, tensor_parallel_output_grad=False, group=group)
-
-
-def once_more(weight):
-    """Does not tell DDP that the gradient is in its buffer: it would add the weights."""
-    return weight
 
 
 def shapes_of_plain_1f1b(self, shapes, table):
@@ -202,7 +164,7 @@ def layers_elsewhere() -> Iterator[None]:
 
 FINALIZE, SEEN_HERE, HALO = HdpExecutor._finalize, HdpRouter._seen_here, Halo.of
 ROTATION, GRADIENTS = HdpMlaSelfAttention._rotation, _Projection.gradients
-GATHER, BEGIN = fused_loss.gather_from_sequence_parallel_region, InterleavedComm.begin
+GATHER, BEGIN = last_stage.gather_from_sequence_parallel_region, InterleavedComm.begin
 IS_TRAINED = TableSource.is_trained
 EXECUTOR, MODEL = "megatron_hdp.megatron.execution.executor", "megatron_hdp.megatron.model"
 RING, READ = "megatron_hdp.runtime.ring", "megatron_hdp.data.steps.loaders.read_micro_batch"
@@ -224,6 +186,7 @@ def _planted(case: Case, target: str, replacement: Any, least: float = 1e-6) -> 
 
 
 FAULTS: dict[str, Fault] = {
+    "lost-source-trained": Fault(replace(_MIXTURE, around=never_had_chat)),
     "slice-dropped": _planted(_RINGS, READ, read_without_a_slice),
     "wrong-position": _planted(_RINGS, READ, read_at_wrong_positions),
     "wrong-block": _planted(_RINGS, f"{RING}.attention._block", block_without_heads),
@@ -233,7 +196,7 @@ FAULTS: dict[str, Fault] = {
     "mask-not-heeded": _planted(
         _MIXTURE,
         "megatron_hdp.data.mixture.table_source.TableSource.is_trained",
-        everything_is_trained,
+        lambda self, row, start, stop: IS_TRAINED(self, row, start, stop) | True,
     ),
     "positions-of-the-micro-batch": _planted(
         _POSITIONS,
@@ -241,18 +204,25 @@ FAULTS: dict[str, Fault] = {
         rows_in_order,
         1e-3,
     ),
-    "halo-forgotten": _planted(_WINDOWS, f"{RING}.halo.Halo.home", forgets_the_halo),
-    "halo-too-short": _planted(_WINDOWS, f"{RING}.windowed.Halo.of", one_token_less),
+    "halo-forgotten": _planted(
+        _WINDOWS, f"{RING}.halo.Halo.home", lambda self, dk, dv, comm: (dk[self.own], dv[self.own])
+    ),
+    "halo-too-short": _planted(
+        _WINDOWS, f"{RING}.windowed.Halo.of", lambda layout, window: HALO(layout, window - 1)
+    ),
     "mtp-wrong-token": _planted(
         _MTP, "megatron_hdp.data.steps.micro_batch._by_depth", first_of_each_chunk_again, 1e-4
     ),
     "mtp-one-divisor": _planted(
-        _MTP, "megatron_hdp.megatron.step.figures.FurtherLosses.weights", one_divisor, 1e-4
+        _MTP,
+        "megatron_hdp.megatron.step.figures.FurtherLosses.weights",
+        lambda losses, step, loss_tokens: (0.35,) * losses.depths,
+        1e-4,
     ),
     "mla-own-heads": _planted(
         Case(4, MLA | TP2_SP, ()),
         f"{MODEL}.mla.copy_to_tensor_model_parallel_region",
-        of_own_heads,
+        unchanged,
     ),
     "mla-positions": _planted(
         _LATENT, f"{MODEL}.mla.HdpMlaSelfAttention._rotation", by_place_in_the_pack
@@ -273,7 +243,10 @@ FAULTS: dict[str, Fault] = {
         _EXPERTS, f"{EXECUTOR}.HdpExecutor._finalize", finalize_with_doubled_experts
     ),
     "balanced-by-the-biased-choice": _planted(
-        _BIASED, f"{MODEL}.router.HdpRouter._preferred", choice_in_use, 1e-9
+        _BIASED,
+        f"{MODEL}.router.HdpRouter._preferred",
+        lambda self, logits, routing_map: routing_map,
+        1e-9,
     ),
     "sigmoid-in-float32": _planted(_BIASED, "torch.Tensor.float", float32, 1e-9),
     "grouped-expert-forgotten": Fault(
@@ -284,27 +257,27 @@ FAULTS: dict[str, Fault] = {
         )
     ),
     "hidden-gradients-not-summed": _planted(
-        _FUSED, f"{MODEL}.fused_loss.copy_to_tensor_model_parallel_region", not_summed
+        _FUSED, f"{MODEL}.last_stage.copy_to_tensor_model_parallel_region", unchanged
     ),
     "hidden-gradients-not-scattered": _planted(
         replace(_FUSED, settings=FUSED | PADDED_TP2_SP),
-        f"{MODEL}.fused_loss.gather_from_sequence_parallel_region",
+        f"{MODEL}.last_stage.gather_from_sequence_parallel_region",
         not_scattered,
     ),
     "added-twice": _planted(
         replace(_FUSED_ALONE, settings=FUSED | {"overlap_grad_reduce": True}),
         f"{MODEL}.fused_loss._added_to_main_grad",
-        once_more,
+        unchanged,
     ),
     "added-twice-tied": _planted(
         replace(_FUSED_ALONE, settings=FUSED | TIED),
         f"{MODEL}.fused_loss._added_to_main_grad",
-        once_more,
+        unchanged,
     ),
     "added-twice-tensor-parallel": _planted(
         replace(_FUSED, settings=FUSED | PADDED_TP2 | TIED),
         f"{MODEL}.fused_loss._added_to_main_grad",
-        once_more,
+        unchanged,
     ),
 }
 FAILING: dict[str, Fault] = {  # a step that must end with an error

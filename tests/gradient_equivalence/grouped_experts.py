@@ -42,14 +42,6 @@ class GroupedLinear(torch.nn.Module):
         return torch.cat([part @ weight.t() for part, weight in parts]), None
 
 
-class ForgetfulLinear(GroupedLinear):
-    """The planted fault: the last expert's weight gets no gradient."""
-
-    def weights(self):
-        *weights, last = self.parameters()
-        return [*weights, last.detach() + 0 * last]
-
-
 def grouped(specification, linear):
     """Makes a layer's experts grouped ones, after HDP has changed the rest."""
     BALANCE(specification)

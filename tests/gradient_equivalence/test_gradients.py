@@ -48,12 +48,10 @@ def errors_of_row(table, name, runs):
 
 
 def errors_of_case(name, runs):
-    """Body of a rank."""
     return errors_of_row(CASES, name, runs)
 
 
 def errors_with_fault(name, runs):
-    """Body of a rank."""
     return errors_of_row(FAULTS | FAILING, name, runs)
 
 

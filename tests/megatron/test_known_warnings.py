@@ -35,7 +35,7 @@ def test_they_are_what_megatron_says(module):
 def test_others_are_shown():
     text = KNOWN[megatron.core.models.backends]
     assert is_shown("Apex is installed without its extensions", "megatron.core.optimizer")
-    assert is_shown(text, "megatron_hdp.megatron.model.norm")
+    assert is_shown(text, "megatron_hdp.megatron.model.building")
     assert is_shown(text, "megatron.core.optimizer", DeprecationWarning)
 
 

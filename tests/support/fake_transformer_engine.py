@@ -22,15 +22,12 @@ flash_attn_is_installed = False
 chosen = []
 """The parameters of every choice."""
 
-_attention_backends = {
-    "attention_params": None,
-    "use_flash_attention": None,
-    "flash_attention_backend": None,
-    "use_fused_attention": None,
-    "fused_attention_backend": None,
-    "use_unfused_attention": None,
-    "backend_selection_requires_update": False,
-}
+_attention_backends = dict.fromkeys(
+    ("attention_params", "use_unfused_attention")
+    + ("use_flash_attention", "flash_attention_backend")
+    + ("use_fused_attention", "fused_attention_backend")
+)
+_attention_backends["backend_selection_requires_update"] = False
 
 
 @dataclass

@@ -204,13 +204,19 @@ def whole_gradients(chunks, arguments):
     return _together(grads, parallel_state.get_pipeline_model_parallel_group())
 
 
-@seldom_compiled
-def reference_gradients(arguments):
-    """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
+def stock_model(arguments):
+    """Megatron's model of a run on this rank alone, with the weights and biases of the run."""
     parallel.set_seeds(arguments.seed)
     gpt = building.build_gpt(stock(arguments), VOCABULARY).module
     initialise_by_name(gpt, arguments.seed)
     begin_with_biases([gpt])
+    return gpt
+
+
+@seldom_compiled
+def reference_gradients(arguments):
+    """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
+    gpt = stock_model(arguments)
     router_logits = _watch_routers(gpt)
     depths = arguments.mtp_num_layers or 0
     behind, num_behind = [torch.zeros(()).double()] * depths, [0] * depths
@@ -378,33 +384,27 @@ def reference_on_first_rank(arguments):
     return reference_gradients(arguments) if dist.get_rank() == 0 else None
 
 
+_ALONE = {
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), 1),
+    **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), 1),
+    **dict.fromkeys(("hybrid_data_parallel", "sequence_parallel"), False),
+    **{f"account_for_{one}_in_pipeline_split": False for one in ("embedding", "loss")},
+    **{f"decoder_{one}_pipeline_num_layers": None for one in ("first", "last")},
+    **{f"recompute_{one}": None for one in ("granularity", "method", "num_layers")},
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": None,
+    **{"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
+    "moe_z_loss_coeff": None,
+}
+
+
 def stock(arguments):
     """Megatron without HDP, parallelism, recomputation and losses of routers.
 
     The vocabulary is padded alike.
     """
-    return replace(
-        arguments,
-        hybrid_data_parallel=False,
-        tensor_model_parallel_size=1,
-        sequence_parallel=False,
-        pipeline_model_parallel_size=1,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        pipeline_model_parallel_layout=None,
-        recompute_granularity=None,
-        recompute_method=None,
-        recompute_num_layers=None,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=1,
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_z_loss_coeff=None,
-    )
+    return replace(arguments, **_ALONE)
 
 
 def _gather_shards(gpt):

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from megatron_hdp.megatron.model import building
-from tests.support.gradients import errors_of, tiny_arguments
+from tests.support.gradients import errors_of
 
 MLA = {
     "multi_latent_attention": True,
@@ -29,11 +29,6 @@ MLA = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
-
-
-def mla_arguments(prefix, **overrides):
-    """The tiny GPT of `gradients.tiny_arguments` with latent attention, YaRN in it."""
-    return tiny_arguments(prefix, **(MLA | overrides))
 
 
 class PlainCoreAttention(torch.nn.Module):
@@ -74,9 +69,6 @@ def plain_stock_attention():
 
     with mock.patch.object(building, "get_gpt_layer_local_spec", with_plain_core):
         yield
-
-
-__all__ = ["MLA", "PlainCoreAttention", "mla_arguments", "plain_stock_attention"]
 
 
 def errors_of_kind(cases, *faults):

@@ -230,9 +230,7 @@ def largest_difference(found, expected):
 
 def reference(arguments, batch, kind):
     """Loss and gradients, or log-probabilities, from this rank alone, sequence by sequence."""
-    parallel.set_seeds(arguments.seed)
-    gpt = building.build_gpt(gradients.stock(arguments), VOCABULARY).module
-    initialise_by_name(gpt, arguments.seed)
+    gpt = gradients.stock_model(arguments)
     routers, hidden = gradients._watch_routers(gpt), []
     gpt.decoder.register_forward_hook(lambda *found: hidden.append(found[-1][:, 0]))
     loss, divisor = loss_of(kind)

@@ -1,4 +1,4 @@
-"""Starts a command's ranks as processes of their own, which may die, stop or get signals.
+"""Starts commands, or a command's ranks, as processes, which may die, stop or get signals.
 
 They are forked from the server of tests/support/ranks.py and meet at a port of this machine, as
 ranks that torchrun starts do; rank 0 holds the store. What a process writes goes to a file.
@@ -7,22 +7,26 @@ ranks that torchrun starts do; rank 0 holds the store. What a process writes goe
 import os
 import random
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.ranks import _context, _server_environment
 
 ROOT = Path(__file__).parents[2]
+_STACKS_S = 10.0
 
 
 @dataclass
@@ -40,14 +44,22 @@ class Started:
 
     def wait_for(self, text: str, timeout_s: float) -> None:
         """Returns once the process has written `text`."""
-        deadline = time.monotonic() + timeout_s
-        while text not in self.text():
-            assert time.monotonic() < deadline and self.process.is_alive(), self.text()
-            time.sleep(0.05)
+        until(lambda: text in self.text(), timeout_s, [self])
 
     def text(self) -> str:
         """What the process has written to standard output and error."""
         return self.output.read_text() if self.output.exists() else ""
+
+
+def until(
+    is_so: Callable[[], Any], timeout_s: float, ranks: Sequence[Started] = (), sleep_s: float = 0.02
+) -> None:
+    """Returns once something is so; fails the test where it takes too long or a rank ends first."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        in_time = time.monotonic() < deadline and all(one.process.is_alive() for one in ranks)
+        assert in_time, [one.text() for one in ranks]
+        time.sleep(sleep_s)
 
 
 @contextmanager
@@ -112,15 +124,7 @@ def run_script(
 
 
 def _script_main(written: list[Path], environment: dict[str, str], command: list[str]) -> None:
-    import torch
-
-    for descriptor, path in enumerate(written, start=1):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-    os.environ.update(environment)
-    torch.set_num_threads(1)
+    _begin(written, environment)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
@@ -129,16 +133,22 @@ def _script_main(written: list[Path], environment: dict[str, str], command: list
 def _main(
     output: Path, environment: dict[str, str], function: Callable[..., None], args: Any
 ) -> None:
+    _begin([output, output], environment)
+    warnings.simplefilter("ignore")
+    function(*args)
+
+
+def _begin(written: Sequence[Path], environment: dict[str, str]) -> None:
+    """Standard output and error go to files, from here on in one thread."""
     import torch
 
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    for descriptor, path in enumerate(written, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.environ.update(environment)
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    function(*args)
 
 
 def run_python(*arguments, path=(), cwd=ROOT, timeout_s=240, **environment):
@@ -153,3 +163,75 @@ def run_python(*arguments, path=(), cwd=ROOT, timeout_s=240, **environment):
         text=True,
         timeout=timeout_s,
     )
+
+
+@dataclass
+class Command:
+    """One that runs, or has ended; what it writes goes to a file."""
+
+    process: "subprocess.Popen[bytes]"
+    output: Path
+
+    def text(self) -> str:
+        """What it has written, standard output and error."""
+        return self.output.read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> int:
+        """Return its exit code; fail the test, with everybody's stacks, if it still runs."""
+        try:
+            return self.process.wait(max(timeout_s, 0.0))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"still running after {timeout_s:.0f} s: {self.stacks()}"
+            ) from None
+
+    def wait_for(self, text: str, timeout_s: float) -> None:
+        """Return once it has written a text."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, f"no {text!r} yet: {self.stacks()}"
+            time.sleep(0.1)
+
+    def below(self) -> list[psutil.Process]:
+        """The processes that it has started, and those that they have."""
+        with suppress(psutil.Error):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def stacks(self) -> str:
+        """End it, so that each of its Python processes writes its stacks first."""
+        for one in [*self.below(), self.process]:
+            with suppress(psutil.Error, ProcessLookupError):
+                os.kill(one.pid, signal.SIGABRT)
+        time.sleep(_STACKS_S)
+        return self.text()
+
+
+@contextmanager
+def running(words: Sequence[str], output: Path, **environment: str) -> Iterator[Command]:
+    """``python words...`` in the repository's root; nothing of it is left behind the block."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **{"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                **{"PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(ROOT)},
+                **environment,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    command = Command(process, output)
+    try:
+        yield command
+    finally:
+        below = command.below()
+        process.kill()
+        process.wait()
+        for one in below:
+            with suppress(psutil.Error):
+                one.kill()

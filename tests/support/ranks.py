@@ -25,6 +25,7 @@ from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _PRELOAD = [
     "numpy",
@@ -118,18 +119,10 @@ def run_ranks(
 @contextmanager
 def _server_environment() -> Iterator[None]:
     """Start the server, if none runs yet, in an environment that keeps it single-threaded."""
-    saved = {name: os.environ.get(name) for name in _SERVER_ENVIRONMENT}
-    os.environ.update(_SERVER_ENVIRONMENT)
-    try:
+    with mock.patch.dict(os.environ, _SERVER_ENVIRONMENT):
         _context.set_forkserver_preload(_PRELOAD)
         forkserver.ensure_running()
         yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _start(number: int, num_ranks: int, folder: Path, call: bytes, timeout_s: float) -> _Rank:

@@ -92,12 +92,8 @@ def errors_of_part(
         ring: HDP ranks of the ring; a single one attends to whole sequences.
         chunks: tokens of a chunk of each ring sequence.
         local_lengths: tokens of each local sequence.
-        dtype: what the backend is given.
-        device: where it runs.
-        head_dim: of queries and keys.
-        window: tokens that a query sees, itself included; all unless given.
-        has_sink: whether each head has a sink.
-        value_dim: of values; None: the same.
+        dtype, device, head_dim, window, has_sink, value_dim: how the backend is called; a query
+            sees all tokens unless a window is given, values have as many channels as keys.
     """
     rank, device = dist.get_rank(comm.group) if comm else ring[0], torch.device(device)
     if rank not in ring:

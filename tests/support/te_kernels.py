@@ -68,104 +68,58 @@ def get_fused_attn_backend(params):
     return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
 
 
-def fused_attn_fwd(
-    max_seqlen_q,
-    max_seqlen_kv,
-    is_training,
-    attn_scale,
-    p_dropout,
-    set_zero,
-    qkv_layout,
-    o_format,
-    qkv_scale_inv_format,
-    bias_type,
-    attn_mask_type,
-    softmax_type,
-    window_size,
-    bottom_right_diagonal,
-    cu_seqlens_q,
-    cu_seqlens_kv,
-    q,
-    k,
-    v,
-    fake_dtype,
-    cu_seqlens_q_padded,
-    cu_seqlens_kv_padded,
-    page_table_k,
-    page_table_v,
-    s_quantizer,
-    o_quantizer,
-    bias,
-    softmax_offset,
-    rng_gen,
-    rng_elts_per_thread,
-    return_max_logit,
-    cuda_graph,
-):
+_LENGTHS = ("max_seqlen_q", "max_seqlen_kv")
+_HOW = ("bias_type", "attn_mask_type", "softmax_type", "window_size", "bottom_right_diagonal")
+_PACKED = ("cu_seqlens_q", "cu_seqlens_kv")
+_PADDED = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_FORWARD = (
+    *(*_LENGTHS, "is_training", "attn_scale", "p_dropout", "set_zero", "qkv_layout", "o_format"),
+    *("qkv_scale_inv_format", *_HOW, *_PACKED, "q", "k", "v", "fake_dtype", *_PADDED),
+    *("page_table_k", "page_table_v", "s_quantizer", "o_quantizer", "bias", "softmax_offset"),
+    *("rng_gen", "rng_elts_per_thread", "return_max_logit", "cuda_graph"),
+)
+_BACKWARD = (
+    *(*_LENGTHS, "attn_scale", "p_dropout", "set_zero", "qkv_layout", "o_format", "do_format"),
+    *("dqkv_layout", "qkv_scale_inv_format", "do_scale_inv_format", *_HOW, "deterministic"),
+    *(*_PACKED, "q", "k", "v", "o", "d_o", "fake_dtype", "aux_ctx_tensors", *_PADDED),
+    *("s_quantizer", "dp_quantizer", "dqkv_quantizer", "cuda_graph"),
+)
+"""The parameters of the library's functions, which its Python passes by position."""
+
+
+def _named(names, given):
+    return types.SimpleNamespace(**dict(zip(names, given, strict=True)))
+
+
+def fused_attn_fwd(*given):
     """[out ``[t, heads, v]``, log-sum-exp ``[t, heads, 1]``, state of random numbers ``[2]``]."""
-    is_causal = _checked(qkv_layout, attn_mask_type, p_dropout, (q, k, v), max_seqlen_kv)
+    call = _named(_FORWARD, given)
+    q, k, v, is_causal = call.q, call.k, call.v, _checked(call)
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     stats = torch.zeros(*q.shape[:2], 1, dtype=torch.float32)
-    for rows, columns in _sequences(
-        (cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
-        (cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
-    ):
-        _, whole, lse = _attend(q[rows], k[columns], v[columns], attn_scale, is_causal)
+    for rows, columns in _sequences(call):
+        _, whole, lse = _attend(q[rows], k[columns], v[columns], call.attn_scale, is_causal)
         out[rows], stats[rows] = whole.to(q.dtype), lse.T.float().unsqueeze(-1)
     return [out, stats, torch.zeros(2, dtype=torch.int64)]
 
 
-def fused_attn_bwd(
-    max_seqlen_q,
-    max_seqlen_kv,
-    attn_scale,
-    p_dropout,
-    set_zero,
-    qkv_layout,
-    o_format,
-    do_format,
-    dqkv_layout,
-    qkv_scale_inv_format,
-    do_scale_inv_format,
-    bias_type,
-    attn_mask_type,
-    softmax_type,
-    window_size,
-    bottom_right_diagonal,
-    deterministic,
-    cu_seqlens_q,
-    cu_seqlens_kv,
-    q,
-    k,
-    v,
-    o,
-    d_o,
-    fake_dtype,
-    aux_ctx_tensors,
-    cu_seqlens_q_padded,
-    cu_seqlens_kv_padded,
-    s_quantizer,
-    dp_quantizer,
-    dqkv_quantizer,
-    cuda_graph,
-):
+def fused_attn_bwd(*given):
     """(dq, dk, dv, no gradient of a bias, none of the softmax) for merged output and statistics."""
-    is_causal = _checked(qkv_layout, attn_mask_type, p_dropout, (q, k, v), max_seqlen_kv)
+    call = _named(_BACKWARD, given)
+    q, k, v, is_causal = call.q, call.k, call.v, _checked(call)
+    o, d_o, scale = call.o, call.d_o, call.attn_scale
     assert o.shape == d_o.shape == (*q.shape[:2], v.shape[2]) and d_o.is_contiguous()
-    stats = aux_ctx_tensors[0]
+    stats = call.aux_ctx_tensors[0]
     assert stats.shape == (*q.shape[:2], 1) and stats.is_contiguous()
     assert stats.dtype == torch.float32
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for rows, columns in _sequences(
-        (cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q),
-        (cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv),
-    ):
-        scores, *_ = _attend(q[rows], k[columns], v[columns], attn_scale, is_causal)
+    for rows, columns in _sequences(call):
+        scores, *_ = _attend(q[rows], k[columns], v[columns], scale, is_causal)
         p = torch.exp(scores - stats[rows].double().permute(1, 0, 2))
         repeated, dout = q.shape[1] // k.shape[1], d_o[rows].double()
         keys, values = (x[columns].double().repeat_interleave(repeated, 1) for x in (k, v))
         row_sums = (dout * o[rows].double()).sum(-1).T.unsqueeze(-1)
-        ds = p * (torch.einsum("qhd,khd->hqk", dout, values) - row_sums) * attn_scale
+        ds = p * (torch.einsum("qhd,khd->hqk", dout, values) - row_sums) * scale
         dq[rows] = torch.einsum("hqk,khd->qhd", ds, keys).to(q.dtype)
         for grad, of_head in (
             (dk, torch.einsum("hqk,qhd->khd", ds, q[rows].double())),
@@ -176,19 +130,20 @@ def fused_attn_bwd(
     return dq, dk, dv, None, None
 
 
-def _checked(qkv_layout, attn_mask_type, p_dropout, qkv, max_seqlen_kv):
+def _checked(call):
     """Whether the mask is causal; raises for what these stand-ins do not know."""
-    assert qkv_layout in [getattr(NVTE_QKV_Layout, name) for name in _LAYOUTS], qkv_layout
-    assert p_dropout == 0.0 and isinstance(max_seqlen_kv, int)
-    assert all(x.dim() == 3 and x.stride(-1) == 1 for x in qkv)
+    assert call.qkv_layout in [getattr(NVTE_QKV_Layout, name) for name in _LAYOUTS]
+    assert call.p_dropout == 0.0 and isinstance(call.max_seqlen_kv, int)
+    assert all(x.dim() == 3 and x.stride(-1) == 1 for x in (call.q, call.k, call.v))
     names = {getattr(NVTE_Mask_Type, name): is_causal for name, is_causal in _MASKS.items()}
-    return names[attn_mask_type]
+    return names[call.attn_mask_type]
 
 
-def _sequences(of_q, of_kv):
+def _sequences(call):
     """Rows of queries and of keys of every sequence that has any."""
     ends = []
-    for cu_seqlens, padded, longest in (of_q, of_kv):
+    for names in zip(_PACKED, _PADDED, _LENGTHS, strict=True):
+        cu_seqlens, padded, longest = (getattr(call, name) for name in names)
         assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous()
         lengths = cu_seqlens.diff().tolist()
         assert max(lengths) <= longest, (lengths, longest)

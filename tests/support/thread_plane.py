@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -25,23 +26,26 @@ LENGTHS = {
 WEIGHTS = "schedule: [{from: 0, weights: {web: 0.5, chat: 0.2, code: 0.3}}]"
 
 
-def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS, keys=None):
-    """Write sources and the file that names them; every other piece of four tokens of the
-    conversations is trained. `keys` are what a source has besides its path, as YAML."""
-    for number, (name, documents) in enumerate(lengths.items()):
-        rng = np.random.default_rng([seed, number])
-        (folder / name).mkdir(exist_ok=True)
-        with TokenWriter(folder / name / "corpus", VOCABULARY) as writer:
-            for length in documents:
-                writer.add(rng.integers(0, VOCABULARY, length))
-        if name == "chat":
-            with SpansWriter(folder / name / "corpus.spans") as writer:
-                for length in documents:
-                    starts = np.arange(4, length, 8)
-                    writer.add(np.stack([starts, np.minimum(starts + 4, length)], axis=1))
-    keys = {name: f", {text}" for name, text in (keys or {}).items()}
-    lines = [f"  {name}: {{path: {name}/corpus{keys.get(name, '')}}}" for name in lengths]
-    path = folder / "data.yaml"
+def write_pair(folder, name, lengths, seed):
+    """Random documents; of conversations every other piece of four tokens is trained."""
+    rng = np.random.default_rng(seed)
+    (folder / name).mkdir(exist_ok=True)
+    with TokenWriter(folder / name / "corpus", VOCABULARY) as writer:
+        for length in lengths:
+            writer.add(rng.integers(0, VOCABULARY, length))
+    if name == "chat":
+        with SpansWriter(folder / name / "corpus.spans") as writer:
+            for length in lengths:
+                starts = np.arange(4, length, 8)
+                writer.add(np.stack([starts, np.minimum(starts + 4, length)], axis=1))
+
+
+def data_file(folder, more=WEIGHTS, names=tuple(LENGTHS), name="data.yaml", **keys):
+    """A file of --hdp-data; `keys` are what a source has besides its path, as YAML."""
+    lines = [
+        f"  {one}: {{path: {one}/corpus{', ' + keys[one] if one in keys else ''}}}" for one in names
+    ]
+    path = Path(folder) / name
     path.write_text("\n".join(["sources:", *lines, more, ""]))
     return path
 
@@ -57,6 +61,12 @@ def write_notes(folder, count, words, keys="", more=""):
         f"  web: {{path: web/corpus}}\n{more}"
     )
     return path
+
+
+def write_pairs(folder, lengths=LENGTHS, *, seed=0, more=WEIGHTS, keys=None):
+    for number, (name, documents) in enumerate(lengths.items()):
+        write_pair(folder, name, documents, [seed, number])
+    return data_file(folder, more, tuple(lengths), **(keys or {}))
 
 
 def plan_settings(**changes):
@@ -80,17 +90,15 @@ def plan_settings(**changes):
 def setup_of(path, settings=None, **loaders):
     """The training split of a file of --hdp-data."""
     file = read_data_file(path)
-    opening = Opening(max_length=100, long_sequence="truncate", tokenizer="byte", cache_folder=None)
+    given = {"max_length": 100, "long_sequence": "truncate", "tokenizer": "byte"}
+    given["cache_folder"] = None
     return SplitSetup(
         split="train",
         spec=file.training,
-        max_length=100,
-        long_sequence="truncate",
-        tokenizer="byte",
-        cache_folder=None,
         settings=settings or plan_settings(),
-        orders=open_corpus(file.training, opening).orders(),
+        orders=open_corpus(file.training, Opening(**given)).orders(),
         loaders=replace(file.loaders, backend="ray", **loaders),
+        **given,
     )
 
 
@@ -113,7 +121,6 @@ def planning_of(setup, folder, steps_ahead=0, planner=None):
 
 
 def loading_of(setup):
-    """Return a loading service of each source."""
     return {
         one.name: LoadingService(setup.alone(one.name, lambda text: None).sources[0])
         for one in setup.spec.sources

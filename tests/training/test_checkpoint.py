@@ -7,36 +7,18 @@ import shutil
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import psutil
 import pytest
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 
 from megatron_hdp.megatron.checkpoint.folder import TRACKER, CheckpointFolder
+from megatron_hdp.megatron.checkpoint.together import require_shared
 from megatron_hdp.training.loop import pretrain
-from tests.support.gradients import tiny_arguments, write_corpus
+from tests.support.gradients import EXPERTS, write_corpus
+from tests.support.mla import MLA
 from tests.support.ranks import RankError
-
-LENGTHS = [30, 60, 20, 33, 21, 50, 100, 3]
-
-
-def run(prefix, arguments=tiny_arguments, **overrides):
-    settings = {
-        "seq_length": 100,
-        "max_position_embeddings": 100,
-        "global_batch_size": 3,
-        "train_iters": 6,
-        "lr_decay_iters": 6,
-        "lr": 1e-2,
-        "log_interval": 1000,
-        "hidden_dropout": 0.0,
-    }
-    return arguments(prefix, **(settings | overrides))
-
-
-def curve(arguments):
-    """Body of a rank: (step, loss) of every step."""
-    return [(metrics.step, metrics.loss) for metrics in pretrain(arguments)]
+from tests.training.runs import LENGTHS, SHARDED, curve, largest_difference, refusals, run
 
 
 def rates(arguments):
@@ -44,39 +26,18 @@ def rates(arguments):
     return [metrics.learning_rate for metrics in pretrain(arguments)]
 
 
-def largest_difference(found, expected):
-    found, expected = np.array(found), np.array(expected)
-    assert found.shape == expected.shape
-    return np.abs(found / expected - 1).max()
+STOCK = {  # there the state of the random generators is what has to be restored
+    **{"hybrid_data_parallel": False, "hdp_tokens_per_rank": None, "fp64": False},
+    **{"attention_dropout": 0.3, "seq_length": 20, "global_batch_size": 2},
+}
 
 
-SHARDED = {"use_distributed_optimizer": True}
-BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}  # several, with padding between
-
-
-def test_dropout_resumes_on_the_same_ranks(run_ranks, tmp_path):
-    whole = run(write_corpus(tmp_path, LENGTHS), hidden_dropout=0.3)
+@pytest.mark.parametrize(("ranks", "settings"), [(2, {}), (1, STOCK)], ids=["hdp", "stock"])
+def test_dropout_resumes(run_ranks, tmp_path, ranks, settings):
+    whole = run(write_corpus(tmp_path, LENGTHS), hidden_dropout=0.3, **settings)
     folder = tmp_path / "checkpoints"
-    expected = run_ranks(2, curve, replace(whole, save=folder, save_interval=3))[0]
-    resumed = replace(whole, load=folder, ckpt_step=3)
-    assert run_ranks(2, curve, resumed)[0] == expected[3:]
-
-
-def test_dropout_resumes_without_hdp(run_ranks, tmp_path):
-    """There the state of the random generators is what has to be restored."""
-    whole = run(
-        write_corpus(tmp_path, LENGTHS),
-        hybrid_data_parallel=False,
-        hdp_tokens_per_rank=None,
-        fp64=False,
-        hidden_dropout=0.3,
-        attention_dropout=0.3,
-        seq_length=20,
-        global_batch_size=2,
-    )
-    folder = tmp_path / "checkpoints"
-    expected = run_ranks(1, curve, replace(whole, save=folder, save_interval=3))[0]
-    assert run_ranks(1, curve, replace(whole, load=folder, ckpt_step=3))[0] == expected[3:]
+    expected = run_ranks(ranks, curve, replace(whole, save=folder, save_interval=3))[0]
+    assert run_ranks(ranks, curve, replace(whole, load=folder, ckpt_step=3))[0] == expected[3:]
 
 
 def said(runs):
@@ -154,21 +115,6 @@ def saved(run_ranks, tmp_path_factory):
     return whole, folder, run_ranks(1, curve, whole)[0]
 
 
-def refusals(runs):
-    """Body of a rank: the message of each run's ValueError, None of a run that went."""
-    from megatron_hdp.megatron import parallel
-
-    messages = []
-    for arguments in runs:
-        try:
-            pretrain(arguments)
-            messages.append(None)
-        except ValueError as error:
-            messages.append(str(error))
-            parallel.finish()
-    return messages
-
-
 def test_what_cannot_continue_is_refused(run_ranks, saved, tmp_path):
     whole, folder, _ = saved
     same = replace(whole, load=folder, train_iters=4)
@@ -200,17 +146,8 @@ def test_what_cannot_continue_is_refused(run_ranks, saved, tmp_path):
         assert message is None or re.search(pattern, message), message
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(run_ranks, saved, tmp_path):
-    whole, _, _ = saved
-    (tmp_path / "file").write_text("")
-    (message,) = run_ranks(1, refusals, [replace(whole, train_iters=1, save=tmp_path / "file")])[0]
-    assert "File exists" in message and "--save needs a folder" in message
-
-
 def see_a_folder(folder):
     """Body of a rank: the message of the check; the last rank sees another disk."""
-    from megatron_hdp.megatron.checkpoint.together import require_shared
-
     elsewhere = dist.get_rank() == dist.get_world_size() - 1
     try:
         require_shared(folder / "nowhere" if elsewhere else folder, "--save")
@@ -282,3 +219,31 @@ def test_another_schedule_when_asked_for(run_ranks, saved):
     longer = replace(whole, load=folder, train_iters=7, lr_decay_iters=8, lr=2e-2)
     found = run_ranks(1, rates, replace(longer, override_opt_param_scheduler=True))[0]
     assert found == pytest.approx([2e-2 * (8 - step) / 8 for step in (3, 4, 5, 6)])
+
+
+KEYS = (
+    *("linear_q_down_proj.weight", "linear_q_up_proj.weight", "linear_q_up_proj.layer_norm_weight"),
+    *("linear_kv_down_proj.weight", "linear_kv_up_proj.weight"),
+    *("linear_kv_up_proj.layer_norm_weight", "linear_proj.weight"),
+)
+"""Of latent attention, as TransformerEngine's layers name them."""
+
+
+def saved_keys(arguments):
+    """Body of a rank: what the checkpoint of a run holds of its layers."""
+    pretrain(arguments)
+    found = dist_checkpointing.load_tensors_metadata(str(arguments.save / "iter_0000001"))
+    return sorted(name for name in found if name.startswith("decoder.layers."))
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_norms_are_named_as_transformer_engines(run_ranks, tmp_path, has_experts):
+    settings = MLA | (EXPERTS if has_experts else {}) | {"hdp_tokens_per_rank": 200}
+    arguments = run(write_corpus(tmp_path, LENGTHS), steps=1, **settings)
+    keys = run_ranks(1, saved_keys, replace(arguments, save=tmp_path / "checkpoints"))[0]
+    for name in (f"self_attention.{key}" for key in KEYS):
+        assert any(key.endswith(name) for key in keys), (name, keys)
+    assert not any("q_layernorm" in key or "kv_layernorm" in key for key in keys)
+    alone = any(key.endswith("pre_mlp_layernorm.weight") for key in keys)
+    assert alone == has_experts
+    assert any(key.endswith("linear_fc1.layer_norm_weight") for key in keys) != has_experts

@@ -20,6 +20,7 @@ from tests.support.mla import MLA, plain_stock_attention
 
 LENGTH = 24
 VOCABULARY = 256
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 20, "add_bias_linear": False}
 SHAPES = {
     "gated, grouped": {},
     "plain, wide heads": {
@@ -28,33 +29,19 @@ SHAPES = {
         "group_query_attention": False,
         "kv_channels": 12,
     },
-    "experts": {
-        "num_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 20,
-        "add_bias_linear": False,
-    },
-    "today's experts": {
+    "experts": EXPERTS,
+    "today's experts": EXPERTS
+    | {
         "num_layers": 3,
-        "num_experts": 4,
         "moe_layer_freq": "[0]+[1]*2",
-        "moe_router_topk": 2,
         "moe_router_score_function": "sigmoid",
-        "moe_ffn_hidden_size": 20,
         "moe_shared_expert_intermediate_size": 28,
         "moe_shared_expert_gate": True,
-        "add_bias_linear": False,
     },
     "latent": MLA,
     "latent, queries at once": MLA | {"q_lora_rank": None, "qk_layernorm": False},
     "further tokens": {"mtp_num_layers": 2},
-    "further tokens of experts": {
-        "mtp_num_layers": 2,
-        "num_experts": 4,
-        "moe_layer_freq": "[0,1]",
-        "moe_ffn_hidden_size": 20,
-        "add_bias_linear": False,
-    },
+    "further tokens of experts": EXPERTS | {"mtp_num_layers": 2, "moe_layer_freq": "[0,1]"},
     "tied": {"untie_embeddings_and_output_weights": False, "num_query_groups": 1},
 }
 

@@ -19,39 +19,24 @@ from megatron_hdp.data.steps import LocalLoaders
 from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.lm.log import hdp_line
 from megatron_hdp.megatron.options import model_shape
-from megatron_hdp.megatron.step.figures import SourceFigures, StepFigures, StepReport
-from megatron_hdp.megatron.step.learning import LearntFigures
+from megatron_hdp.megatron.step.figures import SourceFigures, StepReport
 from megatron_hdp.training.loop import pretrain
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics, log_line
-from tests.support.gradients import tiny_arguments, write_corpus
+from tests.support.gradients import write_corpus
+from tests.training.runs import lines_of, run
 
+PLAIN = {  # what every step has
+    **{"loss": 2.5, "tokens": 1000, "loss_tokens": 990, "sequences": 10},
+    **{"grad_norm": 0.75, "learning_rate": 1e-3, "step": 3, "seconds": 0.5},
+    **{"consumed_sequences": 30, "consumed_tokens": 900, "tokens_per_second": 2000.0},
+    **{"model_flops_per_second": 4.921e12, "model_flops_per_second_per_rank": 1.23025e12},
+}
 STEP = StepMetrics(
-    step=3,
-    loss=2.5,
-    grad_norm=0.75,
-    learning_rate=1e-3,
-    tokens=1000,
-    loss_tokens=990,
-    sequences=10,
-    consumed_sequences=30,
-    consumed_tokens=900,
-    seconds=0.5,
-    tokens_per_second=2000.0,
-    model_flops_per_second=4.921e12,
-    model_flops_per_second_per_rank=1.23025e12,
-    planned_efficiency=0.9,
-    measured_efficiency=0.8,
-    makespan_s=0.4,
-    idle_share_max=0.45,
-    idle_share_mean=0.2,
-    ring_wait_s=0.05,
-    pipeline_wait_s=0.0,
-    sync_s=0.0123,
-    ring_bytes=5_000_000,
-    planning_ms=1.25,
-    data_wait_ms=1.5,
-    micro_batches_min=1,
-    micro_batches_max=4,
+    **PLAIN,
+    **{"planned_efficiency": 0.9, "measured_efficiency": 0.8, "makespan_s": 0.4},
+    **{"idle_share_max": 0.45, "idle_share_mean": 0.2, "ring_wait_s": 0.05, "sync_s": 0.0123},
+    **{"pipeline_wait_s": 0.0, "ring_bytes": 5_000_000, "planning_ms": 1.25, "data_wait_ms": 1.5},
+    **{"micro_batches_min": 1, "micro_batches_max": 4},
 )
 
 
@@ -62,18 +47,7 @@ def _write(path, steps, **options) -> None:
 
 
 def _steps(path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def test_each_step_is_on_disk_when_write_returns(tmp_path) -> None:
-    path = tmp_path / "new" / "metrics.jsonl"
-    logger = MetricsLogger(path)
-    logger.write(STEP)
-    record = json.loads(path.read_text())
-    logger.close()
-    assert record["loss"] == 2.5
-    assert record["micro_batches_max"] == 4
-    assert "non_finite" not in record
+    return [line["step"] for line in lines_of(path)]
 
 
 def test_a_fresh_run_replaces_and_a_resumed_one_continues(tmp_path) -> None:
@@ -85,16 +59,10 @@ def test_a_fresh_run_replaces_and_a_resumed_one_continues(tmp_path) -> None:
     assert _steps(path) == [1]
 
 
-def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    _write(path, [1, 2])
-    path.write_bytes(path.read_bytes() + b'{"step": 3, "lo')
-    _write(path, [3], first_step=3)
-    assert _steps(path) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("end", [b"\n", b" \n\n", b"\r\n", b"\0\0\0", b'{"step": 3, "lo\n'])
-def test_blank_lines_and_half_ones_are_dropped(tmp_path, end) -> None:
+@pytest.mark.parametrize(
+    "end", [b"\n", b" \n\n", b"\r\n", b"\0\0\0", b'{"step": 3, "lo\n', b'{"step": 3, "lo']
+)
+def test_blank_lines_and_what_a_crash_cut_short_are_dropped(tmp_path, end) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, [1, 2])
     path.write_bytes(b"\n" + path.read_bytes() + end)
@@ -137,9 +105,12 @@ def test_a_full_disk_is_named(tmp_path) -> None:
 @pytest.mark.parametrize("loss", [2.25, 1.0000000000000002e-300, math.nan])
 def test_a_line_is_completed_in_its_place(tmp_path, loss) -> None:
     """Whenever the process is killed, the step is there; who reads along sees whole lines only."""
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "new" / "metrics.jsonl"
     with closing(MetricsLogger(path)) as logger:
         logger.write(replace(STEP, step=1))
+        (record,) = lines_of(path)
+        assert (record["loss"], record["micro_batches_max"]) == (2.5, 4)
+        assert "non_finite" not in record
         logger.write(replace(STEP, step=2, loss=math.nan), to_validate=[])
         before = path.read_bytes()
         assert _steps(path) == [1, 2] and json.loads(before.splitlines()[1])["loss"] is None
@@ -147,7 +118,7 @@ def test_a_line_is_completed_in_its_place(tmp_path, loss) -> None:
         assert len(path.read_bytes()) == len(before)
         logger.write(replace(STEP, step=3))
     _write(path, [4], first_step=4)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = lines_of(path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     found = [line["validation_loss"] for line in lines]
     assert found == [None, None if math.isnan(loss) else loss, None, None]
@@ -161,8 +132,8 @@ def test_a_line_has_room_for_sources_that_training_does_not_have(tmp_path) -> No
     with closing(MetricsLogger(tmp_path / "metrics.jsonl")) as logger:
         logger.write(step, to_validate=list(losses))
         logger.complete(replace(step, validation_loss=1.0, validation_sources=losses))
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["validation_sources"] == losses
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert line["validation_sources"] == losses
 
 
 def test_nan_is_null_and_named() -> None:
@@ -181,8 +152,8 @@ def test_the_log_line_has_hdp_figures_only_with_hdp() -> None:
     assert "| idle share mean: 0.200 | idle share max: 0.450 | ring wait (ms): 50.0 |" in line
     assert "| gradient sync (ms): 12.3 | ring traffic (MB): 5.0 |" in line
     assert line.endswith("| planning (ms): 1.25 | data wait (ms): 1.50 | micro-batches: 1-4 |")
-    plain = StepMetrics(**{name: getattr(STEP, name) for name in _required()})
-    assert log_line(plain, 20).endswith("| sequences: 10 | tokens: 1,000 |")
+    assert {item.name for item in fields(StepMetrics) if item.default is MISSING} == PLAIN.keys()
+    assert log_line(StepMetrics(**PLAIN), 20).endswith("| sequences: 10 | tokens: 1,000 |")
 
 
 TROUBLED = {
@@ -225,13 +196,8 @@ def test_every_declared_figure_is_set_and_no_other_one() -> None:
     source = "".join(path.read_text() for room in ROOMS for path in sorted(room.glob("*.py")))
     assert never_set(source) == set()
     assert never_set(source.replace("mtp_loss=", "other=")) == {"mtp_loss"}
-    assert {item.name for item in fields(LearntFigures)} < {i.name for i in fields(StepFigures)}
     with pytest.raises(TypeError, match="not_declared"):
         replace(REPORT, not_declared=1.0)
-
-
-def _required() -> list[str]:
-    return [item.name for item in fields(StepMetrics) if item.default is MISSING]
 
 
 REPORT = StepReport(
@@ -265,10 +231,7 @@ def test_a_report_becomes_metrics() -> None:
     assert metrics.model_flops_per_second_per_rank == 2.5e11
     assert (metrics.idle_share_max, metrics.skipped_documents) == (0.45, 3)
     assert metrics.idle_share_mean is None
-
-
-def test_every_figure_of_a_report_is_a_metric() -> None:
-    """What a step reports and the metrics leave out is on purpose."""
+    # what a step reports and the metrics leave out is on purpose
     missing = {item.name for item in fields(StepReport)} - {i.name for i in fields(StepMetrics)}
     assert missing == {"squared_tokens", "seen_in_window", "position_after", "non_finite"}
     assert json.loads(STEP.to_json()).keys() == {item.name for item in fields(StepMetrics)}
@@ -298,15 +261,9 @@ def three_ranks(run_ranks, tmp_path_factory):
     """Two steps on three ranks, of a sequence for all of them and some for one."""
     folder = tmp_path_factory.mktemp("metrics")
     lengths = [300, 700, 10, 20, 30]
-    arguments = tiny_arguments(
-        write_corpus(folder, lengths),
-        seq_length=700,
-        max_position_embeddings=700,
-        hdp_tokens_per_rank=300,
-        train_iters=2,
-        lr_decay_iters=2,
-        log_interval=1000,
-    )
+    longest = dict.fromkeys(("seq_length", "max_position_embeddings"), max(lengths))
+    settings = longest | {"hdp_tokens_per_rank": 300, "global_batch_size": len(lengths)}
+    arguments = run(write_corpus(folder, lengths), steps=2, **settings)
     return lengths, arguments, run_ranks(3, measured, arguments)
 
 

@@ -2,10 +2,8 @@
 
 import contextlib
 import io
-import json
 import os
 import re
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -13,6 +11,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hdp import pretrain_gpt
+from tests.training import runs
+from tests.training.runs import lines_of
 
 LENGTHS = [20, 33, 1, 64, 7, 50, 12, 9]
 SEQ_LENGTH = 64
@@ -20,39 +20,22 @@ SEQ_LENGTH = 64
 
 def flags(folder, **changes):
     """A small run that works, as flags; `changes` by field, None to leave a flag out."""
-    settings = {
-        "num-layers": 1,
-        "hidden-size": 16,
-        "num-attention-heads": 2,
-        "seq-length": SEQ_LENGTH,
-        "attention-dropout": 0,
-        "hidden-dropout": 0,
-        "train-iters": 2,
-        "lr": 1e-3,
-        "split": "1,0,0",
-        "data-path": Path(folder) / "corpus",
-        "global-batch-size": 4,
-        "hdp-tokens-per-rank": 64,
-        "metrics-path": Path(folder) / "out" / "metrics.jsonl",
-        "tensorboard-dir": Path(folder) / "out" / "tensorboard",
-        "save": Path(folder) / "out" / "checkpoints",
-    }
-    settings |= {name.replace("_", "-"): value for name, value in changes.items()}
-    argv = ["--hybrid-data-parallel"]
-    for name, value in settings.items():
-        argv += [] if value is None else [f"--{name}", str(value)]
-    return argv
+    settings = {"seq_length": SEQ_LENGTH, "train_iters": 2, "global_batch_size": 4}
+    settings |= {"hdp_tokens_per_rank": 64, "save": folder / "out" / "checkpoints"}
+    settings |= {"metrics_path": folder / "out" / "metrics.jsonl"}
+    settings |= {"tensorboard_dir": folder / "out" / "tensorboard"}
+    return runs.flags(folder, **(settings | changes))
 
 
 def write(folder, lengths, largest_token=256):
     """A corpus of counting tokens, the first of the last document aside; 0 makes it empty."""
-    builder = IndexedDatasetBuilder(str(Path(folder) / "corpus.bin"), dtype=np.uint16)
+    builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=np.uint16)
     for length in lengths:
         tokens = np.arange(length) % 256
         if length and length == lengths[-1]:
             tokens[0] = largest_token
         builder.add_document(tokens, [length] if length else [])
-    builder.finalize(str(Path(folder) / "corpus.idx"))
+    builder.finalize(str(folder / "corpus.idx"))
 
 
 @pytest.fixture
@@ -120,48 +103,69 @@ def test_a_bad_config_file_is_refused(folder, capsys, text, expected):
     check_refused(code, capsys.readouterr().err, folder, "run.yaml", *expected)
 
 
-def lose_tokens(folder):
-    path = folder / "corpus.bin"
-    os.truncate(path, path.stat().st_size - 2)
+def cut(name, keep):
+    """What cuts a file of the corpus to a part of its bytes."""
+    return lambda folder: os.truncate(folder / name, keep((folder / name).stat().st_size))
 
 
-def lose_half_the_index(folder):
-    path = folder / "corpus.idx"
-    os.truncate(path, path.stat().st_size // 2)
+def file(name, text):
+    """What writes a file."""
+    return lambda folder: (folder / name).write_text(text)
 
 
-CASES = {
-    "sequence-too-long": (
-        lambda folder: write(folder, [*LENGTHS, SEQ_LENGTH + 1]),
-        {},
-        ("65 tokens", "64", "--hdp-long-sequence truncate or split"),
-    ),
-    "bin-truncated": (lose_tokens, {}, ("corpus.bin", "truncated", "bytes")),
-    "idx-truncated": (lose_half_the_index, {}, ("corpus.idx", "build the pair again")),
-    "bin-missing": (lambda f: (f / "corpus.bin").unlink(), {}, ("corpus.bin", "preprocess")),
-    "idx-missing": (lambda f: (f / "corpus.idx").unlink(), {}, ("corpus.idx", "preprocess")),
-    "only-empty-documents": (lambda f: write(f, [0, 0, 0]), {}, ("none with a token", "--split")),
-    "bad-split": (lambda f: None, {"split": "0,0,0"}, ("--split", "at least one above 0")),
-    "no-training-documents": (lambda f: None, {"split": "0,1,0"}, ("no sequence", "--split")),
-    "attention-without-gpu": (
-        lambda f: None,
-        {"hdp_attention": "flash-attn"},
-        ("--hdp-attention flash-attn", "device 'cpu'", "needs an NVIDIA GPU", "auto"),
-    ),
-    "tensor-parallel": (
-        lambda f: None,
-        {"tensor_model_parallel_size": 2, "num_attention_heads": 2},
-        ("1 ranks", "--nproc-per-node", "--tensor-model-parallel-size"),
-    ),
+def unknown_token(folder):
+    """Metrics of an earlier run are there, too."""
+    write(folder, LENGTHS, largest_token=257)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def nothing(folder):
+    """All is well with the files."""
+
+
+COSTS = {"hdp_cost_model": "cost.json"}
+METRICS = {"metrics_path": "metrics.jsonl"}
+UNKNOWN = METRICS | {"global_batch_size": len(LENGTHS), "hdp_corrupt_limit": 0}
+FLASH, TENSOR = {"hdp_attention": "flash-attn"}, {"tensor_model_parallel_size": 2}
+TOO_LONG = ("65 tokens", "64", "--hdp-long-sequence truncate or split")
+NO_GPU = ("--hdp-attention flash-attn", "device 'cpu'", "needs an NVIDIA GPU", "auto")
+OTHER_TOKENIZER = ("ids from 0 to 256", "train with the tokenizer", "1 corrupt documents in a row")
+BAD_DATA = {  # what is done to the folder, flags, words of the message
+    "sequence-too-long": (lambda f: write(f, [*LENGTHS, SEQ_LENGTH + 1]), {}, *TOO_LONG),
+    "bin-truncated": (cut("corpus.bin", lambda n: n - 2), {}, "corpus.bin", "truncated", "bytes"),
+    "idx-truncated": (cut("corpus.idx", lambda n: n // 2), {}, "corpus.idx", "build the pair"),
+    "bin-missing": (lambda f: (f / "corpus.bin").unlink(), {}, "corpus.bin", "preprocess"),
+    "idx-missing": (lambda f: (f / "corpus.idx").unlink(), {}, "corpus.idx", "preprocess"),
+    "only-empty-documents": (lambda f: write(f, [0, 0, 0]), {}, "none with a token", "--split"),
+    "bad-split": (nothing, {"split": "0,0,0"}, "--split", "at least one above 0"),
+    "no-training-documents": (nothing, {"split": "0,1,0"}, "no sequence", "--split"),
+    "unknown-token": (unknown_token, UNKNOWN, *OTHER_TOKENIZER),
+    "no-gpu": (nothing, FLASH, *NO_GPU),
+    "too-few-ranks": (nothing, TENSOR, "1 ranks", "--nproc-per-node", "--tensor-model-parallel-s"),
+    "not-metrics": (file("metrics.jsonl", "loss 3.5\n"), METRICS, "metrics.jsonl", "move it away"),
+    "costs-missing": (nothing, COSTS, "cost.json", "No such file"),
+} | {
+    f"costs-{text}": (file("cost.json", text), COSTS, "cost.json", *expected)
+    for text, *expected in (
+        ("{", "not JSON"),
+        ("[1, 2]", "found list", "expected an object"),
+        ('{"a": 1e-15}', "'b'", "missing", "add it"),
+        ('{"a": 1e-15, "bb": 1}', "unknown key 'bb'", "nearest is 'b'"),
+        ('{"a": -1, "b": 1e-9, "kv_bytes_per_token": 64}', "a is -1", "expected"),
+    )
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", BAD_DATA)
 def test_bad_data_is_refused(run_ranks, folder, case):
-    spoil, changes, expected = CASES[case]
+    spoil, changes, *expected = BAD_DATA[case]
     spoil(folder)
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    is_path = COSTS | METRICS
+    changes = {name: folder / to if name in is_path else to for name, to in changes.items()}
     ((code, _, error),) = run_ranks(1, entry, flags(folder, **changes))
     check_refused(code, error, folder, *expected)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == files
 
 
 def no_place_to_save(folder, case):
@@ -195,41 +199,10 @@ def test_a_sequence_that_fits_on_no_number_of_ranks_is_refused(
         check_refused(code, error, folder, "64", "--hdp-tokens-per-rank")
 
 
-def test_the_least_capacity_that_fits_is_not_refused(run_ranks, folder):
-    argv = flags(folder, hdp_tokens_per_rank=32, tensorboard_dir=None, save=None)
+def test_the_least_capacity_and_the_largest_token_are_not_refused(run_ranks, folder):
+    limits = {"hdp_tokens_per_rank": 32, "global_batch_size": len(LENGTHS)}
+    argv = flags(folder, **limits, tensorboard_dir=None, save=None)
     assert [code for code, _, _ in run_ranks(2, entry, argv)] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("{", ("not JSON",)),
-        ("[1, 2]", ("found list", "expected an object")),
-        ('{"a": 1e-15}', ("'b'", "missing", "add it")),
-        ('{"a": 1e-15, "bb": 1}', ("unknown key 'bb'", "nearest is 'b'")),
-        ('{"a": -1, "b": 1e-9, "kv_bytes_per_token": 64}', ("a is -1", "expected")),
-        (None, ("cost.json", "No such file")),
-    ],
-)
-def test_a_malformed_cost_model_is_refused(run_ranks, folder, text, expected):
-    path = folder / "cost.json"
-    if text is not None:
-        path.write_text(text)
-    ((code, _, error),) = run_ranks(1, entry, flags(folder, hdp_cost_model=path))
-    check_refused(code, error, folder, "cost.json", *expected)
-
-
-def test_a_token_outside_the_vocabulary_is_refused(run_ranks, folder):
-    write(folder, LENGTHS, largest_token=257)
-    argv = flags(folder, global_batch_size=len(LENGTHS), hdp_corrupt_limit=0)
-    ((code, _, error),) = run_ranks(1, entry, argv)
-    check_refused(code, error, folder, "token ids from 0 to 256", "train with the tokenizer")
-
-
-def test_the_largest_token_of_the_vocabulary_is_not_refused(run_ranks, folder):
-    argv = flags(folder, global_batch_size=len(LENGTHS), tensorboard_dir=None, save=None)
-    ((code, _, error),) = run_ranks(1, entry, argv)
-    assert code == 0, error
 
 
 def test_empty_documents_are_skipped_and_counted(run_ranks, folder):
@@ -239,23 +212,4 @@ def test_empty_documents_are_skipped_and_counted(run_ranks, folder):
     assert code == 0, error
     assert f"{len(LENGTHS)} sequences to train on (documents: 3 empty and skipped" in output
     assert output.count("attention: torch-sdpa-cpu; not transformer-engine: ") == 1
-    steps = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2]
-
-
-def test_an_error_before_training_leaves_earlier_metrics_alone(run_ranks, folder):
-    path = folder / "metrics.jsonl"
-    path.write_text('{"step": 1}\n')
-    write(folder, LENGTHS, largest_token=999)
-    argv = flags(folder, metrics_path=path, global_batch_size=len(LENGTHS), hdp_corrupt_limit=0)
-    ((code, _, error),) = run_ranks(1, entry, argv)
-    check_refused(code, error, folder, "1 corrupt documents in a row")
-    assert path.read_text() == '{"step": 1}\n'
-
-
-def test_metrics_of_another_program_are_refused(run_ranks, folder):
-    path = folder / "metrics.jsonl"
-    path.write_text("loss 3.5\n")
-    ((code, _, error),) = run_ranks(1, entry, flags(folder, metrics_path=path))
-    check_refused(code, error, folder, "metrics.jsonl", "move it away")
-    assert path.read_text() == "loss 3.5\n"
+    assert [step["step"] for step in lines_of(folder / "out/metrics.jsonl")] == [1, 2]

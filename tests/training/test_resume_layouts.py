@@ -7,9 +7,10 @@ import pytest
 
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.training.loop import pretrain
+from tests.gradient_equivalence.cases import MTP
 from tests.support.gradients import EXPERTS, write_corpus
 from tests.support.mla import MLA
-from tests.training.test_checkpoint import BUCKETS, LENGTHS, SHARDED, largest_difference, run
+from tests.training.runs import BUCKETS, LENGTHS, SHARDED, largest_difference, run
 
 ALONE = (1, {"hdp_tokens_per_rank": 200})
 TWO, THREE, FOUR, SIX = ((ranks, {}) for ranks in (2, 3, 4, 6))
@@ -76,6 +77,7 @@ CASES = {
     "to-tp2-sp-pp2-sharded": Case(FOUR, (4, SEQUENCE | STAGES), SMALL | SHARES, quick=True),
     "to-one-rank": Case((4, SEQUENCE | STAGES), ALONE, SMALL),
     "to-one-rank-sharded": Case((4, SEQUENCE | STAGES), ALONE, SMALL | SHARES),
+    "mtp-to-pp2": Case(ALONE, (2, STAGES), MTP | SMALL, quick=True),
     "latent-to-tp2-sp": Case(TWO, (4, SEQUENCE), LATENT, quick=True),
     "latent-to-pp2": Case(TWO, (2, STAGES | {"hdp_mla_ring": "kv"}), LATENT),
     "latent-to-one-rank": Case(TWO, ALONE, LATENT),
@@ -121,8 +123,11 @@ CASES = {
 
 
 def losses(arguments):
-    """Body of a rank: step, loss, and loss of the validation, of every step."""
-    return [(one.step, one.loss, one.validation_loss or 1.0) for one in pretrain(arguments)]
+    """Body of a rank: step, loss, loss of the validation and of MTP, of every step."""
+    return [
+        (one.step, one.loss, one.validation_loss or 1.0, one.mtp_loss or 1.0)
+        for one in pretrain(arguments)
+    ]
 
 
 def trained(run_ranks, arguments, layout):

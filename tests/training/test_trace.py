@@ -12,30 +12,17 @@ import pytest
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps
 from megatron_hdp.planner import Plan, evaluate
-from megatron_hdp.runtime.timeline import (
-    BACKWARD,
-    FORWARD,
-    PIPELINE_WAIT,
-    RING_WAIT,
-    SYNC,
-    TO_DEVICE,
-    TO_HOST,
-    Span,
-)
+from megatron_hdp.runtime import timeline
+from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, PIPELINE_WAIT, RING_WAIT, SYNC, Span
+from megatron_hdp.training import step_trace
 from megatron_hdp.training.loop import pretrain
-from megatron_hdp.training.step_trace import (
-    LANES,
-    RankSpans,
-    clock_starts,
-    name_events,
-    step_events,
-    step_facts,
-)
-from megatron_hdp.training.tracer import StepTracer
+from megatron_hdp.training.step_trace import LANES, RankSpans, step_events, step_facts
 from tests.simulator.test_plan_bars import COST, TWO_STAGES, plan_of
 from tests.simulator.test_trace import overlaps
-from tests.support.gradients import tiny_arguments, write_corpus
+from tests.support.gradients import write_corpus
+from tests.training.runs import run
 
+TO_HOST, TO_DEVICE = timeline.TO_HOST, timeline.TO_DEVICE
 LENGTHS = [900, 500, 300, 20, 30, 60, 410, 7, 350, 250, 90, 15, 33, 610, 120]
 TRACED = (2, 3)
 NUM_RANKS = 4
@@ -71,21 +58,12 @@ def trained(arguments):
 def traced(request, run_ranks, tmp_path_factory):
     """The trace of steps 2 and 3, their plans, and their metrics on the first rank."""
     folder, (stages, chunks) = tmp_path_factory.mktemp("trace"), LAYOUTS[request.param]
-    arguments = tiny_arguments(
-        write_corpus(folder, LENGTHS),
-        seq_length=900,
-        max_position_embeddings=900,
-        hdp_tokens_per_rank=256 * stages,
-        pipeline_model_parallel_size=stages,
-        num_layers=2 * chunks,
-        num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
-        global_batch_size=8,
-        train_iters=4,
-        lr_decay_iters=4,
-        log_interval=1000,
-        hdp_trace=folder / "traces",
-        hdp_trace_steps="2-3",
-    )
+    settings = dict.fromkeys(("seq_length", "max_position_embeddings"), max(LENGTHS))
+    settings |= {"hdp_tokens_per_rank": 256 * stages, "global_batch_size": 8}
+    settings |= {"pipeline_model_parallel_size": stages, "num_layers": 2 * chunks}
+    settings |= {"num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None}
+    settings |= {"hdp_trace": folder / "traces", "hdp_trace_steps": "2-3"}
+    arguments = run(write_corpus(folder, LENGTHS), steps=4, **settings)
     metrics, plans = run_ranks(NUM_RANKS, trained, arguments)[0]
     (path,) = (folder / "traces").iterdir()
     assert path.name == "steps-2-3.json"
@@ -137,6 +115,15 @@ class Trace:
         return Trace(document, self.num_stages, self.num_chunks)
 
 
+def pass_of(bar):
+    """Forward or backward, and of which micro-batch."""
+    return bar["name"].split()[0].strip(","), bar["args"].get("micro_batch")
+
+
+def chunk_of(bar):
+    return bar["tid"] // 10 % 100
+
+
 def missing_or_twice(trace, plan, step):
     """What the plan has a rank run and the trace does not have exactly once, or the reverse."""
     found = []
@@ -144,10 +131,7 @@ def missing_or_twice(trace, plan, step):
         mine = plan.micro_batches_of(hdp_rank).tolist() or [None]
         if trace.num_chunks > 1:
             mine += [None] * (-len(mine) % trace.num_stages)
-        difference = Counter(
-            (b["name"].split()[0].strip(","), b["args"].get("micro_batch"))
-            for b in trace.lane(step, "compute", process)
-        )
+        difference = Counter(pass_of(b) for b in trace.lane(step, "compute", process))
         passes = trace.num_chunks * [FORWARD, BACKWARD]
         difference.subtract((kind, m) for kind in passes for m in mine)
         found += [(process, what) for what, count in difference.items() if count]
@@ -206,11 +190,7 @@ def chunks_out_of_order(trace, step):
     for process, _, _ in trace.processes():
         lanes = [
             [
-                (
-                    b["name"].split()[0].strip(","),
-                    b["args"].get("micro_batch"),
-                    b["tid"] // 10 % 100,
-                )
+                (*pass_of(b), chunk_of(b))
                 for b in sorted(trace.lane(step, kind, process), key=lambda b: b["ts"])
                 if "micro_batch" in b["args"]
             ]
@@ -225,12 +205,12 @@ def test_chunks_run_in_the_order_of_the_plan(traced):
     for step in plans:
         if trace.num_stages > 1:
             assert chunks_out_of_order(trace, step) == []
-        of_chunks = {b["tid"] // 10 % 100 for b in trace.lane(step, "compute")}
+        of_chunks = {chunk_of(b) for b in trace.lane(step, "compute")}
         assert of_chunks == set(range(trace.num_chunks))
         for b in trace.lane(step, "compute") + trace.lane(step, RING_WAIT):
             expected = b["args"].get("chunk", 0)
             assert ("chunk" in b["args"]) == (trace.num_chunks > 1)
-            assert b["tid"] // 10 % 100 == (expected if "ring" not in b["name"] else 0)
+            assert chunk_of(b) == (expected if "ring" not in b["name"] else 0)
 
 
 def test_a_chunk_that_is_mixed_up_is_found(traced):
@@ -240,7 +220,7 @@ def test_a_chunk_that_is_mixed_up_is_found(traced):
 
     def swapped(event):
         if event["pid"] > 1 and event["ph"] == "X" and event["tid"] % 10 == LANES.index("compute"):
-            event["tid"] += 10 if event["tid"] // 10 % 100 == 0 else -10
+            event["tid"] += 10 if chunk_of(event) == 0 else -10
         return event
 
     assert len(chunks_out_of_order(trace.changed(swapped), 2)) == NUM_RANKS
@@ -371,10 +351,10 @@ def ranks_of_two_machines():
 def test_two_machines_two_stages_two_tensor_ranks():
     """A stage for every bar of the plan, and one time for both machines."""
     plan, evaluation, ranks = ranks_of_two_machines()
-    assert clock_starts(ranks) == {"a": 100.0, "b": 50_000.0}
+    assert step_trace.clock_starts(ranks) == {"a": 100.0, "b": 50_000.0}
     names = [
         event["args"]["name"]
-        for event in name_events([rank.place for rank in ranks])
+        for event in step_trace.name_events([rank.place for rank in ranks])
         if event["name"] == "process_name"
     ]
     assert names[1] == "HDP rank 0, stage 0, tensor rank 0" and len(names) == 9
@@ -389,14 +369,12 @@ def test_two_machines_two_stages_two_tensor_ranks():
 
 def with_copies(ranks):
     """The same ranks, each of which copied activations during its forward and its backward."""
+    kinds = (TO_HOST, TO_DEVICE)
     return [
         replace(
             rank,
-            spans=[
-                *rank.spans,
-                Span(TO_HOST, rank.spans[0].start_s, rank.spans[0].end_s, 0),
-                Span(TO_DEVICE, rank.spans[1].start_s, rank.spans[1].end_s, 0),
-            ],
+            spans=rank.spans
+            + [replace(one, kind=kind) for kind, one in zip(kinds, rank.spans, strict=False)],
         )
         for rank in ranks
     ]
@@ -407,9 +385,12 @@ def test_copies_have_lanes_of_their_own():
     places = [rank.place for rank in ranks]
     names = [
         {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        for events in map(list, (name_events(places), name_events(places, offload=True)))
+        for events in (step_trace.name_events(places, offload) for offload in (False, True))
     ]
-    assert sorted(set(names[1].values()) - set(names[0].values())) == [TO_DEVICE, TO_HOST]
+    assert sorted(set(names[1].values()) - set(names[0].values())) == [
+        TO_DEVICE,
+        TO_HOST,
+    ]
     events = step_events(with_copies(ranks), plan, evaluation, 7, 0.0)
     copies = [(names[1][e["tid"]], e["dur"]) for e in events if e["name"].startswith("copy")]
     assert Counter(copies) == {(TO_HOST, 1e6): 8, (TO_DEVICE, 2e6): 8}
@@ -433,4 +414,4 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         mock.patch("torch.distributed.get_rank", return_value=0),
         pytest.raises(ValueError, match="--hdp-trace .*give a folder that can be made"),
     ):
-        StepTracer(tmp_path / "file", "1", None)
+        step_trace.StepTracer(tmp_path / "file", "1", None)

@@ -7,7 +7,7 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
-from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss, arrays_with
+from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
 from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.megatron.finite import norm
 from megatron_hdp.megatron.model import FurtherTokens, HdpPackedSeqParams
@@ -48,6 +48,9 @@ from megatron_hdp.runtime.timeline import (
     RING_WAIT,
     SYNC,
 )
+
+_GROUPS = ("tp", "pp", "cp", "embd", "pos_embd", "dp_cp", "tp_dp_cp")
+"""Which groups Megatron's pipeline schedule wants to be given beside its communication."""
 
 
 @dataclass(frozen=True)
@@ -94,26 +97,21 @@ class StepInProgress:
     last backward `HdpExecutor._finalize` notes `reached_sync`, sums over ranks and divides.
     """
 
-    source_losses: torch.Tensor
-    """float64: sums of token losses of each source so far."""
+    num_sources: int = 1
     learns: bool = False
     """Whether backward follows each forward."""
     own_loss: OwnLoss | None = None
     mtp_weights: tuple[float, ...] = ()
     """Of the sum of losses at each depth behind the label."""
     losses: list[torch.Tensor] = field(default_factory=list)
-    mtp_losses: list[Any] = field(default_factory=list)
     gradient_norms: list[torch.Tensor] = field(default_factory=list)
     reached_sync: Any = None
     """When this rank reached gradient sync, by its timeline."""
 
-    @classmethod
-    def begin(cls, num_sources: int, **given: Any) -> StepInProgress:
-        """Nothing is found yet."""
+    def __post_init__(self) -> None:
         device = compute_device()
-        step = cls(torch.zeros(num_sources, dtype=torch.float64, device=device), **given)
-        step.mtp_losses = [0.0] * len(step.mtp_weights)
-        return step
+        self.source_losses = torch.zeros(self.num_sources, dtype=torch.float64, device=device)
+        self.mtp_losses: list[Any] = [0.0] * len(self.mtp_weights)
 
     def note_gradient(self, embedding: Any, inputs: Any, embedded: torch.Tensor) -> None:
         """Watches for the gradient of one micro-batch's embedding.
@@ -127,13 +125,8 @@ class StepInProgress:
 class HdpExecutor:
     """Executes the micro-batches of one HDP rank.
 
-    Args:
-        chunks: this rank's parts of the model, in order; one under the plain schedule.
-        place: of the rank.
-        comm: the rings'.
-        attention: what computes it.
-        fused_loss: whether the model gives the loss instead of logits.
-        gradient_group: with several chunks, one more communicator of the pipeline.
+    `chunks` are its parts of the model, in order; one under the plain schedule. With several,
+    `gradient_group` is one more communicator of the pipeline.
     """
 
     def __init__(
@@ -204,25 +197,29 @@ class HdpExecutor:
                 see `planner.lockstep.end_together`.
             own_loss: in the place of the cross entropy; the model must have the fused loss.
             further_weights: of the sum of losses at each depth behind the label, if there are any.
+
+        Raises:
+            ValueError: a loss of the caller's own where the model has others; on every rank.
         """
-        self._require_known(own_loss)
+        more = getattr(self._config, "mtp_num_layers", None)
+        if own_loss is not None and more:
+            raise ValueError(
+                f"found mtp_num_layers {more}, expected none: a loss of the caller's own begins at "
+                "the hidden states of the next token, so MTP layers would learn nothing; build the "
+                "model without them"
+            )
         self.comm.bytes_sent = 0
         self.offload.offloaded_bytes = 0
         if not forward_only:
             self._reserve_host_memory(micro_batches)
         self.timeline.reset()
-        step = StepInProgress.begin(
-            num_sources,
-            learns=not forward_only,
-            own_loss=own_loss,
-            mtp_weights=tuple(further_weights),
-        )
+        step = StepInProgress(num_sources, not forward_only, own_loss, tuple(further_weights))
         self._config.finalize_model_grads_func = partial(self._finalize, step, divisor)
         table = self._table(len(micro_batches))
-        indices = [micro_batches[m].index for m, _ in table]
+        passes = [(micro_batches[m].index, chunk) for m, chunk in table]
         with (
             torch.set_grad_enabled(not forward_only),
-            noting_compute(self._config, self.timeline, indices, [chunk for _, chunk in table]),
+            noting_compute(self._config, self.timeline, passes),
             self._grad_sync.during(ends_together),
             self._watching_gradients(step),
         ):
@@ -254,16 +251,6 @@ class HdpExecutor:
         with embedding.register_forward_hook(step.note_gradient):
             yield
 
-    def _require_known(self, own_loss: OwnLoss | None) -> None:
-        """Refuses, on every rank, a loss of the caller's own where the model has others."""
-        more = getattr(self._config, "mtp_num_layers", None)
-        if own_loss is not None and more:
-            raise ValueError(
-                f"found mtp_num_layers {more}, expected none: a loss of the caller's own begins at "
-                "the hidden states of the next token, so MTP layers would learn nothing; build the "
-                "model without them"
-            )
-
     def _reserve_host_memory(self, micro_batches: Sequence[RankMicroBatch]) -> None:
         """Before the first forward the device has nothing to do, so nothing is waited for.
 
@@ -271,29 +258,22 @@ class HdpExecutor:
         theirs.
         """
         loads = [(len(one.tokens), one.offload_ratio) for one in micro_batches]
-        with self.timeline.noted(HOST_MEMORY):
-            self.offload.reserve(loads, self._most_alive())
-
-    def _most_alive(self) -> int:
-        """Micro-batches that may be between forward and backward at a time.
-
-        With several chunks a group may be in its last one and the next group in its first.
-        """
+        # between forward and backward: with several chunks a group may be in its last one and the
+        # next group in its first
         stages = self.place.num_stages
-        return stages - self.place.stage if len(self.chunks) == 1 else 2 * stages
+        most_alive = stages - self.place.stage if len(self.chunks) == 1 else 2 * stages
+        with self.timeline.noted(HOST_MEMORY):
+            self.offload.reserve(loads, most_alive)
 
-    def activation_bytes_per_token(self, step: StepInProgress | None = None) -> float:
+    def activation_bytes_per_token(self) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.
 
         Counted in the chunk that has most layers; 0 on a stage without any. Host memory is reserved
         by it from then on.
 
         All ranks of a model replica, and of an EP group, must call this together.
-
-        Args:
-            step: of which the example is a micro-batch; one without MTP losses unless given.
         """
-        step = step or StepInProgress.begin(1)
+        step = StepInProgress()
         num_tokens = 64 * self.place.token_multiple
         example = replace(
             padding_micro_batch(self.place.hdp_rank, num_tokens),
@@ -337,7 +317,8 @@ class HdpExecutor:
             forward_backward_no_pipelining(**common)
             return
         shapes = [self._activation_shape(one) for one in micro_batches]
-        common |= {"p2p_communicator": self._pipeline, "pg_collection": _groups()}
+        groups = ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
+        common |= {"p2p_communicator": self._pipeline, "pg_collection": groups}
         if isinstance(self._pipeline, InterleavedComm):
             self._pipeline.begin(shapes, self._table(len(micro_batches)))
             forward_backward_pipelining_with_interleaving(**common)
@@ -360,9 +341,14 @@ class HdpExecutor:
         self, step: StepInProgress, micro_batches: Sequence[RankMicroBatch]
     ) -> Iterator[tuple[RankMicroBatch, dict[str, torch.Tensor]]]:
         """Micro-batches with their tensors on the device, each copied while the one before runs."""
-        arrays_of: Callable[[RankMicroBatch], Arrays] = _arrays_of
-        if step.own_loss is not None and self.place.is_last_stage:
-            arrays_of = arrays_with(_arrays_of, step.own_loss)
+        own_loss = step.own_loss if self.place.is_last_stage else None
+
+        def arrays_of(micro_batch: RankMicroBatch) -> Arrays:
+            given = _arrays_of(micro_batch)
+            added = {} if own_loss is None else own_loss.arrays(micro_batch)
+            assert not given.keys() & added.keys(), "a loss names its arrays anew"
+            return {**given, **added}
+
         return with_arrays_ahead(micro_batches, arrays_of, compute_device(), self._copy_stream)
 
     def _activation_shape(self, micro_batch: RankMicroBatch) -> tuple[int, int, int]:
@@ -466,19 +452,6 @@ class HdpExecutor:
             finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / divisor)
-
-
-def _groups() -> ProcessGroupCollection:
-    """The groups that Megatron's pipeline schedule wants to be given beside its communication."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return groups
 
 
 def _arrays_of(micro_batch: RankMicroBatch) -> Arrays:

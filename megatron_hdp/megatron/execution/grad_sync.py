@@ -18,9 +18,8 @@ from megatron.core.distributed import DistributedDataParallel
 class GradSync:
     """Says to Megatron's schedule and DDP when the gradients of a step are reduced.
 
-    Args:
-        chunks: Megatron's DDP around each model chunk; what only evaluates may have none.
-        config: Megatron's configuration of the model, whose ``no_sync_func`` is set.
+    It sets the ``no_sync_func`` of the model's configuration. Chunks that only evaluate may lack
+    Megatron's DDP.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], config: Any) -> None:
@@ -32,11 +31,7 @@ class GradSync:
 
     @contextmanager
     def during(self, ends_together: bool) -> Iterator[None]:
-        """Around a step's schedule.
-
-        Args:
-            ends_together: whether reductions may begin in the last backward.
-        """
+        """Around a step's schedule, in whose last backward reductions may begin or may not."""
         self._in_backward = ends_together and len(self._chunks) == 1
         if self._in_backward:
             self._config.no_sync_func = self._chunks[0].no_sync

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -30,26 +30,10 @@ class OwnLoss(Protocol):
     ) -> torch.Tensor:
         """The sum of the loss of a micro-batch's tokens on this rank.
 
-        Args:
-            micro_batch: which.
-            tensors: `arrays` on the device, and what the micro-batch brings by itself.
-            last: the end of the model.
+        `tensors` are `arrays` on the device, and what the micro-batch brings by itself.
 
         Returns:
             Scalar of at least float32; equal on tensor-parallel ranks, and depending on the hidden
             states even where nothing of the micro-batch carries loss.
         """
         ...
-
-
-def arrays_with(
-    arrays_of: Callable[[RankMicroBatch], Arrays], own_loss: OwnLoss
-) -> Callable[[RankMicroBatch], Arrays]:
-    """The arrays of a micro-batch, and those that a loss adds."""
-
-    def both(micro_batch: RankMicroBatch) -> Arrays:
-        given, added = arrays_of(micro_batch), own_loss.arrays(micro_batch)
-        assert not given.keys() & added.keys(), "a loss names its arrays anew"
-        return {**given, **added}
-
-    return both

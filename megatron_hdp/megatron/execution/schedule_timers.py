@@ -12,28 +12,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from megatron.core.timers import DummyTimer
+
 from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, Timeline
 
-_KINDS = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
+_UNUSED = DummyTimer()  # what the schedule times and the timeline does not
 
 
 @contextmanager
 def noting_compute(
-    config: Any,
-    timeline: Timeline,
-    micro_batches: Sequence[int | None],
-    chunks: Sequence[int] | None = None,
+    config: Any, timeline: Timeline, passes: Sequence[tuple[int | None, int]]
 ) -> Iterator[None]:
-    """Notes every forward and backward of the schedule that runs inside.
+    """Notes every forward and backward of the schedule that runs inside, whose timers are ours.
 
-    Args:
-        config: Megatron's configuration of the model; its ``timers`` are ours inside.
-        timeline: where the spans go.
-        micro_batches: what this rank runs forward, in order, and so backward: indices in the step's
-            plan, None for padding.
-        chunks: the model chunk of each forward; without them a stage has one.
+    `passes` are what this rank runs forward, in order, and so backward: the micro-batch's index in
+    the step's plan, None for padding, and the model chunk.
     """
-    timers = _Timers(timeline, micro_batches, chunks or [0] * len(micro_batches))
+    timers = _Timers(timeline, passes)
     before, config.timers = config.timers, timers
     try:
         yield
@@ -45,17 +40,15 @@ def noting_compute(
 class _Timers:
     """What the schedule calls by the name of what it begins or ends; `megatron.core.Timers` is."""
 
-    def __init__(
-        self, timeline: Timeline, micro_batches: Sequence[int | None], chunks: Sequence[int]
-    ) -> None:
-        last = max(chunks, default=0)
-        of_kinds = {FORWARD: chunks, BACKWARD: [last - chunk for chunk in chunks]}
+    def __init__(self, timeline: Timeline, passes: Sequence[tuple[int | None, int]]) -> None:
+        last = max((chunk for _, chunk in passes), default=0)
+        backwards = [(index, last - chunk) for index, chunk in passes]
         self._computing = {
-            name: _Computing(timeline, kind, list(zip(micro_batches, of_kinds[kind], strict=True)))
-            for name, kind in _KINDS.items()
+            "forward-compute": _Computing(timeline, FORWARD, passes),
+            "backward-compute": _Computing(timeline, BACKWARD, backwards),
         }
 
-    def __call__(self, name: str, log_level: int | None = None) -> _Computing | _Unused:
+    def __call__(self, name: str, log_level: int | None = None) -> _Computing | DummyTimer:
         return self._computing.get(name, _UNUSED)
 
     def close(self) -> None:
@@ -85,16 +78,3 @@ class _Computing:
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
-
-
-class _Unused:
-    """What the schedule times and the timeline does not."""
-
-    def start(self, barrier: bool = False) -> None:
-        """Does nothing."""
-
-    def stop(self, barrier: bool = False) -> None:
-        """Does nothing."""
-
-
-_UNUSED = _Unused()

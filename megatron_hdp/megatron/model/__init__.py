@@ -5,6 +5,7 @@ Design: `docs/design/mtp.md`, `docs/design/moe.md`, `docs/design/mla.md`.
 
 from megatron_hdp.megatron.model.attention import HdpCoreAttention, HdpPackedSeqParams
 from megatron_hdp.megatron.model.building import (
+    SequenceParallelNorm,
     build_chunks,
     build_gpt,
     model_dtype,
@@ -18,7 +19,6 @@ from megatron_hdp.megatron.model.moe import (
     without_shared_experts,
 )
 from megatron_hdp.megatron.model.mtp import FurtherTokens, HdpMtpLayer, further_layers
-from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     OwnPositionRotaryEmbedding,
     OwnPositionYarnEmbedding,

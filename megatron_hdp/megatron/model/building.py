@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -26,7 +28,6 @@ from megatron_hdp.megatron.model.moe import (
     moe_settings,
 )
 from megatron_hdp.megatron.model.mtp import further_layers, mtp_settings, mtp_spec
-from megatron_hdp.megatron.model.norm import SequenceParallelNorm
 from megatron_hdp.megatron.model.rotary import (
     fused_kernel_can_count,
     fused_kernel_is_there,
@@ -44,7 +45,33 @@ from megatron_hdp.megatron.options import (
 )
 from megatron_hdp.megatron.parallel import compute_device, say
 
+_OF_ARGUMENTS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *("init_method_std", "attention_dropout", "softmax_type", "hidden_dropout"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "sequence_parallel"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "pipeline_model_parallel_layout",
+)
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
+
+
+class SequenceParallelNorm:
+    """Builds PyTorch's norm, where megatron-core itself wants apex's or TransformerEngine's.
+
+    Its weights are marked: each tensor-parallel rank sees its share of the tokens, so Megatron must
+    sum their gradients over the tensor-parallel ranks.
+    """
+
+    def __new__(cls, config: TransformerConfig, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """A `torch.nn` norm with marked weights."""
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = WrappedTorchNorm(plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
 
 
 def _is_found(module: str) -> bool:
@@ -69,33 +96,11 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
     chunks = num_model_chunks(arguments)
     latent = arguments.multi_latent_attention
     config = (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=arguments.num_layers,
-        hidden_size=arguments.hidden_size,
-        ffn_hidden_size=arguments.ffn_hidden_size,
-        num_attention_heads=arguments.num_attention_heads,
-        num_query_groups=arguments.num_query_groups,
-        kv_channels=arguments.kv_channels,
-        normalization=arguments.normalization,
+        **{name: getattr(arguments, name) for name in _OF_ARGUMENTS},
         layernorm_epsilon=arguments.norm_epsilon,
-        add_bias_linear=arguments.add_bias_linear,
-        add_qkv_bias=arguments.add_qkv_bias,
-        qk_layernorm=arguments.qk_layernorm,
-        init_method_std=arguments.init_method_std,
-        attention_dropout=arguments.attention_dropout,
-        softmax_type=arguments.softmax_type,
-        hidden_dropout=arguments.hidden_dropout,
-        recompute_granularity=arguments.recompute_granularity,
-        recompute_method=arguments.recompute_method,
-        recompute_num_layers=arguments.recompute_num_layers,
-        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
-        sequence_parallel=arguments.sequence_parallel,
-        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         num_layers_in_first_pipeline_stage=arguments.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=arguments.decoder_last_pipeline_num_layers,
-        account_for_embedding_in_pipeline_split=arguments.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=arguments.account_for_loss_in_pipeline_split,
-        pipeline_model_parallel_layout=arguments.pipeline_model_parallel_layout,
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         deallocate_pipeline_outputs=True,
@@ -148,12 +153,7 @@ def _fuses_rotation(arguments: TrainingArguments) -> bool:
 
 
 def layer_spec(arguments: TrainingArguments, has_experts: bool) -> ModuleSpec:
-    """Megatron's local layer specification, its core attention replaced when HDP is on.
-
-    Args:
-        arguments: model shape.
-        has_experts: whether it is a layer with experts.
-    """
+    """Megatron's local layer specification, its core attention replaced when HDP is on."""
     spec = get_gpt_layer_local_spec(
         num_experts=arguments.num_experts if has_experts else None,
         qk_layernorm=arguments.qk_layernorm,
@@ -201,11 +201,7 @@ def block_spec(
 def build_chunks(arguments: TrainingArguments, vocab_size: int) -> list[DistributedDataParallel]:
     """This rank's parts of the model, each wrapped in Megatron's DDP, on its device.
 
-    Several with virtual stages, else one.
-
-    Args:
-        arguments: model shape and parallel layout.
-        vocab_size: entries of the tokenizer; padded here.
+    Several with virtual stages, else one. `vocab_size` is that of the tokenizer, padded here.
     """
     config = transformer_config(arguments)
     chunks = num_model_chunks(arguments)

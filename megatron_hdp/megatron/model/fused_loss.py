@@ -17,13 +17,9 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 
 from megatron_hdp.megatron.model.last_stage import LastStage
-from megatron_hdp.runtime.loss import LossSums, linear_cross_entropy
+from megatron_hdp.runtime.loss import LossSums
 
 _OF_LAYERS = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb")
 """Which of the model's arguments MTP layers take."""
@@ -139,17 +135,16 @@ class FusedLossOutputLayer(ColumnParallelLinear):
         return layer
 
     def last_stage(
-        self, states: torch.Tensor, weight: torch.Tensor | None, is_whole_loss: bool
+        self,
+        states: torch.Tensor,
+        weight: torch.Tensor | None,
+        is_whole_loss: bool,
+        is_further: bool = False,
     ) -> LastStage:
-        """What a loss of the caller's own may take from here; arguments as of `forward`."""
-        if weight is None:
-            weight = self.weight
-        return LastStage(
-            states=states,
-            group=self.tp_group,
-            is_shared_out=self.sequence_parallel,
-            take_weight=partial(_taken, weight, is_whole_loss),
-        )
+        """What a loss may take from here; arguments as of `forward`."""
+        weight = self.weight if weight is None else weight
+        take_weight = partial(_taken, weight, is_whole_loss, is_further)
+        return LastStage(states, self.tp_group, self.sequence_parallel, take_weight)
 
     def forward(
         self,
@@ -179,29 +174,20 @@ class FusedLossOutputLayer(ColumnParallelLinear):
         """
         if labels is None or loss_mask is None:
             return super().forward(input_, weight, runtime_gather_output)
-        group = self.tp_group
-        if self.sequence_parallel:  # backward sums the ranks' parts and hands each its run
-            hidden = gather_from_sequence_parallel_region(input_, group=group)
-        else:  # backward sums the ranks' parts
-            hidden = copy_to_tensor_model_parallel_region(input_, group=group)
-        weight, main_grad = _taken(self.weight if weight is None else weight, is_whole_loss)
-        if is_further and main_grad is not None:
-            weight = weight.detach()
-        return linear_cross_entropy(
-            hidden.flatten(0, 1),
-            weight,
-            labels.transpose(0, 1).flatten(),
-            loss_mask.transpose(0, 1).flatten(),
-            group if group.size() > 1 else None,
-            sums=loss_sums,
-            main_grad=main_grad,
-        )
+        targets, weights = (one.transpose(0, 1).flatten() for one in (labels, loss_mask))
+        stage = self.last_stage(input_, weight, is_whole_loss, is_further)
+        return stage.weighted_nll(None, targets, weights, loss_sums)
 
 
-def _taken(weight: torch.Tensor, is_whole_loss: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _taken(
+    weight: torch.Tensor, is_whole_loss: bool, is_further: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weights as a fused loss takes them, and the buffer that it adds their gradient to."""
     main_grad = _buffer_of(weight) if is_whole_loss else None
-    return weight if main_grad is None else _added_to_main_grad(weight), main_grad
+    if main_grad is None:
+        return weight, None
+    taken = _added_to_main_grad(weight)
+    return taken.detach() if is_further else taken, main_grad
 
 
 def _buffer_of(weight: torch.Tensor) -> torch.Tensor | None:

@@ -27,10 +27,6 @@ def initialise_by_name(model: GPTModel, seed: int) -> None:
     """Draws every matrix, sink and router's bias anew; norms, other biases, ones and zeros, stay.
 
     Each is drawn on the device that holds it: a GPU's generator gives other numbers than a CPU's.
-
-    Args:
-        model: as Megatron built it.
-        seed: the run's.
     """
     config = model.config
     gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}

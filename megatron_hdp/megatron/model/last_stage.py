@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from megatron_hdp.runtime.loss import linear_cross_entropy, linear_log_probs
+from megatron_hdp.runtime.loss import LossSums, linear_cross_entropy, linear_log_probs
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,9 @@ class LastStage:
     def log_probs(
         self, rows: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0
     ) -> torch.Tensor:
-        """Log-probabilities ``[n]`` of labels ``[n]``; see `linear_log_probs`.
+        """Log-probabilities ``[n]`` of token ids ``[n]``; see `linear_log_probs`.
 
-        Args:
-            rows: whose hidden states predict them.
-            labels: token ids.
-            temperature: what logits are divided by.
+        Logits are divided by the temperature.
         """
         hidden = self._for_vocabulary(rows)
         if temperature != 1.0:
@@ -67,22 +64,30 @@ class LastStage:
         return linear_log_probs(hidden, weight, labels, self._sharers(), main_grad=main_grad)
 
     def weighted_nll(
-        self, rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+        self,
+        rows: torch.Tensor | None,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        sums: LossSums | None = None,
     ) -> torch.Tensor:
-        """Sum of negative log-probabilities of labels ``[n]``, each times its weight ``[n]``."""
+        """Sum of negative log-probabilities of labels ``[n]``, each times its weight ``[n]``.
+
+        Of all tokens where `rows` is None. Losses are added up by group in `sums`, too.
+        """
         hidden = self._for_vocabulary(rows)
         weight, main_grad = self.take_weight()
         return linear_cross_entropy(
-            hidden, weight, labels, weights, self._sharers(), main_grad=main_grad
+            hidden, weight, labels, weights, self._sharers(), sums=sums, main_grad=main_grad
         )
 
-    def _for_vocabulary(self, rows: torch.Tensor) -> torch.Tensor:
+    def _for_vocabulary(self, rows: torch.Tensor | None) -> torch.Tensor:
         """Hidden states whose gradients backward sums over the ranks that share the vocabulary."""
-        if self.is_shared_out:
+        if self.is_shared_out:  # and hands each its run
             states = gather_from_sequence_parallel_region(self.states, group=self.group)
         else:
             states = copy_to_tensor_model_parallel_region(self.states, group=self.group)
-        return states.flatten(0, 1).index_select(0, rows)
+        hidden: torch.Tensor = states.flatten(0, 1)
+        return hidden if rows is None else hidden.index_select(0, rows)
 
     def _sharers(self) -> dist.ProcessGroup | None:
         return self.group if self.group.size() > 1 else None

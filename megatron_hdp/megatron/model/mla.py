@@ -7,6 +7,7 @@ rank's heads alone where its projection's output is gathered.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +49,8 @@ def mla_settings(arguments: TrainingArguments) -> dict[str, Any]:
 def attend_to_own_positions(spec: ModuleSpec, *, has_experts: bool) -> None:
     """Makes a local layer specification with Megatron's latent attention one that is right here.
 
-    Its checkpoints call norms as those of TransformerEngine's layers do, which hold them inside.
-
-    Args:
-        spec: of a layer.
-        has_experts: whether its MLP is a mixture of experts, before which the norm stands alone.
+    Its checkpoints call norms as those of TransformerEngine's layers do, which hold them inside;
+    before experts the norm stands alone.
     """
     spec.submodules.self_attention.module = HdpMlaSelfAttention
     names = {
@@ -83,22 +81,23 @@ class HdpMlaSelfAttention(MLASelfAttention):
         stock._take_over()
 
     def _take_over(self) -> None:
-        config = self.config
-        if config.cache_mla_latents:
-            raise ValueError(
-                "hybrid data parallelism does not support cache_mla_latents, which serves "
-                "inference: leave --cache-mla-latents out"
-            )
-        if self.recompute_up_proj:
-            raise ValueError(
-                "hybrid data parallelism does not recompute mla_up_proj alone: leave it out of "
-                "--recompute-modules, or recompute whole layers"
-            )
-        if hasattr(self, "linear_qkv_down_proj"):
-            raise ValueError(
-                "hybrid data parallelism does not support fused down-projections: leave "
-                "--mla-down-proj-fusion out"
-            )
+        for found, what in (
+            (
+                self.config.cache_mla_latents,
+                "support cache_mla_latents, which serves inference: leave --cache-mla-latents out",
+            ),
+            (
+                self.recompute_up_proj,
+                "recompute mla_up_proj alone: leave it out of --recompute-modules, or recompute "
+                "whole layers",
+            ),
+            (
+                hasattr(self, "linear_qkv_down_proj"),
+                "support fused down-projections: leave --mla-down-proj-fusion out",
+            ),
+        ):
+            if found:
+                raise ValueError(f"hybrid data parallelism does not {what}")
         self.rotary_pos_emb = at_own_positions(self.rotary_pos_emb)
 
     def forward(
@@ -202,13 +201,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
         params: HdpPackedSeqParams,
     ) -> torch.Tensor:
         """``[t, 1, heads * v_head_dim]``."""
-
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.core_attention(
-                query, key, value, None, packed_seq_params=params
-            )
-            return out
-
+        attend = partial(self.core_attention, attention_mask=None, packed_seq_params=params)
         if self.checkpoint_core_attention and self.training:
             out: torch.Tensor = tensor_parallel.checkpoint(attend, False, query, key, value)
             return out

@@ -20,32 +20,24 @@ from megatron_hdp.megatron.model.router import HdpRouter
 from megatron_hdp.megatron.options import TrainingArguments, layer_frequency
 from megatron_hdp.megatron.releases import submodules_of
 
+_OF_CONFIG = (
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    *("moe_router_topk", "moe_router_score_function", "moe_router_num_groups"),
+    *("moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_pre_softmax"),
+    *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_z_loss_coeff"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_token_dispatcher_type"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
+
 
 def moe_settings(arguments: TrainingArguments) -> dict[str, Any]:
     """What ``TransformerConfig`` needs to know of the experts; nothing for a plain model."""
     if arguments.num_experts is None:
         return {}
-    return {
+    return {name: getattr(arguments, name) for name in _OF_CONFIG} | {
         "num_moe_experts": arguments.num_experts,
-        "moe_ffn_hidden_size": arguments.moe_ffn_hidden_size,
         "moe_layer_freq": layer_frequency(arguments.moe_layer_freq),
-        "moe_shared_expert_intermediate_size": arguments.moe_shared_expert_intermediate_size,
-        "moe_shared_expert_gate": arguments.moe_shared_expert_gate,
-        "moe_router_topk": arguments.moe_router_topk,
-        "moe_router_score_function": arguments.moe_router_score_function,
-        "moe_router_num_groups": arguments.moe_router_num_groups,
-        "moe_router_group_topk": arguments.moe_router_group_topk,
-        "moe_router_topk_scaling_factor": arguments.moe_router_topk_scaling_factor,
-        "moe_router_enable_expert_bias": arguments.moe_router_enable_expert_bias,
-        "moe_router_bias_update_rate": arguments.moe_router_bias_update_rate,
         "moe_router_dtype": "fp64" if arguments.fp64 else arguments.moe_router_dtype,
-        "moe_router_pre_softmax": arguments.moe_router_pre_softmax,
-        "moe_router_load_balancing_type": arguments.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": arguments.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": arguments.moe_z_loss_coeff,
-        "moe_token_dispatcher_type": arguments.moe_token_dispatcher_type,
-        "expert_model_parallel_size": arguments.expert_model_parallel_size,
-        "expert_tensor_parallel_size": arguments.expert_tensor_parallel_size,
     }
 
 

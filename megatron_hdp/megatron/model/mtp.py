@@ -55,10 +55,8 @@ def mtp_settings(arguments: TrainingArguments) -> dict[str, Any]:
     """What ``TransformerConfig`` needs to know of MTP; nothing without it."""
     if arguments.mtp_num_layers is None:
         return {}
-    return {
-        "mtp_num_layers": arguments.mtp_num_layers,
-        "mtp_loss_scaling_factor": arguments.mtp_loss_scaling_factor,
-    }
+    names = ("mtp_num_layers", "mtp_loss_scaling_factor")
+    return {name: getattr(arguments, name) for name in names}
 
 
 def mtp_spec(
@@ -66,10 +64,7 @@ def mtp_spec(
 ) -> Any | None:
     """The specification of the MTP layers; None where this rank has none.
 
-    Args:
-        arguments: of the run.
-        config: of the model.
-        layer: what each of them holds of attention and MLP, whose norms the others are like.
+    `layer` is what each of them holds of attention and MLP, whose norms the others are like.
     """
     if arguments.mtp_num_layers is None:
         return None

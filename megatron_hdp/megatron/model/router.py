@@ -57,20 +57,13 @@ class HdpRouter(TopKRouter):
         config = self.config
         for kind in ("aux_loss", "global_aux_loss"):
             _refuse(self.get_aux_loss_coeff(kind) > 0, kind, "seq_aux_loss")
-        for kind in ("sinkhorn", "quantile_balancing"):
-            _refuse(
-                config.moe_router_load_balancing_type == kind,
-                f"{kind} routing",
-                "seq_aux_loss or none",
-            )
-        _refuse(
-            self.score_function not in SCORE_FUNCTIONS,
-            f"scores by {self.score_function}",
-            " or ".join(SCORE_FUNCTIONS),
-        )
-        _refuse(
-            config.moe_expert_capacity_factor is not None, "a capacity of experts", "no capacity"
-        )
+        kind, scores = config.moe_router_load_balancing_type, self.score_function
+        is_other = kind in ("sinkhorn", "quantile_balancing")
+        _refuse(is_other, f"{kind} routing", "seq_aux_loss or none")
+        is_other = scores not in SCORE_FUNCTIONS
+        _refuse(is_other, f"scores by {scores}", " or ".join(SCORE_FUNCTIONS))
+        has_capacity = config.moe_expert_capacity_factor is not None
+        _refuse(has_capacity, "a capacity of experts", "no capacity")
         self._balance_coeff = self.get_aux_loss_coeff("seq_aux_loss")
         self.routing_type = "none"  # Megatron's own losses stay out
         if self.enable_expert_bias:
@@ -128,11 +121,7 @@ class HdpRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron's choice of experts, the sequences' balancing loss attached.
-
-        Args:
-            logits: ``[t, 1, E]``.
-            padding_mask: not used; the micro-batch knows its padding.
+        """Megatron's choice of experts by logits ``[t, 1, E]``, the balancing loss attached.
 
         Returns:
             Weights ``[t, E]``, zero where a token does not go, and where it goes, bool ``[t, E]``.

@@ -1,6 +1,5 @@
 """A step of a run: draw and plan it, agree on it, run this rank's micro-batches, report."""
 
-from megatron_hdp.megatron.step.data import has_documents, open_split, split_specs
 from megatron_hdp.megatron.step.figures import (
     EvaluationLoss,
     SourceFigures,
@@ -10,7 +9,13 @@ from megatron_hdp.megatron.step.figures import (
     over_all_ranks,
 )
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
-from megatron_hdp.megatron.step.loading import DataPlane, join_data_plane
+from megatron_hdp.megatron.step.loading import (
+    DataPlane,
+    has_documents,
+    join_data_plane,
+    open_split,
+    split_specs,
+)
 from megatron_hdp.megatron.step.non_finite import (
     NonFinite,
     NonFiniteError,

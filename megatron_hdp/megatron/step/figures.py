@@ -22,30 +22,31 @@ from megatron_hdp.megatron.parallel import RankPlace, compute_device
 
 @dataclass(frozen=True)
 class LogLabel:
-    """How a log line shows a figure; it leaves out a figure that is None."""
+    """How a log line shows a figure: its name with the unit, then its value.
+
+    The value is written in a format, times a factor to the line's unit, or by a function of all
+    figures. The line leaves out a figure that is None, a zero that it hides, and empty words.
+    """
 
     text: str
-    """Name and unit in the line."""
-    form: str = ".3f"
-    """Format of the value."""
+    form: str | Callable[[Any], str] = ".3f"
     scale: float = 1
-    """Factor from the figure's unit to the line's."""
     hides_zero: bool = False
-    """The line leaves out a zero, too."""
-    words: Callable[[Any], str] | None = None
-    """Writes the value from all figures of the step, instead of ``form``."""
 
     def part(self, value: Any, figures: StepFigures) -> str | None:
         """The part of the line for a value among all figures of its step; None: there is none."""
         if value is None or self.hides_zero and not value:
             return None
-        if self.words is not None:
-            words = self.words(figures)
-            return f"{self.text}: {words}" if words else None
-        return f"{self.text}: {value if self.scale == 1 else value * self.scale:{self.form}}"
+        if not isinstance(self.form, str):
+            words = self.form(figures)
+        else:
+            words = f"{value if self.scale == 1 else value * self.scale:{self.form}}"
+        return f"{self.text}: {words}" if words else None
 
 
-def figure(label: str, form: str = ".3f", *, default: Any = None, **more: Any) -> Any:
+def figure(
+    label: str, form: str | Callable[[Any], str] = ".3f", *, default: Any = None, **more: Any
+) -> Any:
     """Declare a figure that log lines show: see `LogLabel`; without a default it is required."""
     return field(default=default, metadata={"log": LogLabel(label, form, **more)})
 
@@ -146,22 +147,18 @@ class StepFigures:
     micro_batches_min: int | None = None
     """Micro-batches of the rank that ran the fewest."""
     micro_batches_max: int | None = figure(
-        "micro-batches", words=lambda step: f"{step.micro_batches_min}-{step.micro_batches_max}"
+        "micro-batches", lambda step: f"{step.micro_batches_min}-{step.micro_batches_max}"
     )
     """Micro-batches of the rank that ran the most."""
     num_positions: int | None = None
     """Slots in the longest list of a rank, padding included."""
-    sources: Mapping[str, SourceFigures] | None = figure(
-        "loss (share) by source", words=_sources_in_log
-    )
+    sources: Mapping[str, SourceFigures] | None = figure("loss (share) by source", _sources_in_log)
     """Figures of each source of the data."""
 
     def log_parts(self, cls: type[StepFigures], leave_out: Collection[str] = ()) -> list[str]:
         """The parts of a log line for the figures that `cls` itself declares, in their order.
 
-        Args:
-            cls: `StepFigures`, or a class of this object that declares more.
-            leave_out: names of figures that are not shown.
+        Figures of the names to `leave_out` are not shown.
         """
         parts = [
             label.part(getattr(self, item.name), self)
@@ -214,17 +211,19 @@ class EvaluationLoss:
     @classmethod
     def of(cls, reports: Sequence[StepReport]) -> EvaluationLoss:
         """That of all batches together."""
-        tokens = sum(one.loss_tokens for one in reports)
-        loss = sum(one.loss * one.loss_tokens for one in reports) / max(tokens, 1)
         found: dict[str, list[SourceFigures]] = {}
         for report in reports:
             for name, figures in (report.sources or {}).items():
                 found.setdefault(name, []).append(figures)
-        sources = {}
-        for name, parts in found.items():
-            if counted := sum(one.loss_tokens for one in parts):
-                sources[name] = sum((one.loss or 0.0) * one.loss_tokens for one in parts) / counted
-        return cls(loss, sources)
+        means = {name: _mean(parts) for name, parts in found.items()}
+        sources = {name: mean for name, mean in means.items() if mean is not None}
+        return cls(_mean(reports) or 0.0, sources)
+
+
+def _mean(parts: Sequence[StepFigures] | Sequence[SourceFigures]) -> float | None:
+    """The mean loss of all loss tokens; None where there is none."""
+    tokens = sum(one.loss_tokens for one in parts)
+    return sum((one.loss or 0.0) * one.loss_tokens for one in parts) / tokens if tokens else None
 
 
 def over_all_ranks(
@@ -232,10 +231,7 @@ def over_all_ranks(
 ) -> dict[str, float]:
     """Sums and maxima over all ranks of the job, each by its name, in two small all-reduces.
 
-    Args:
-        sums: this rank's part of each sum; the same names in the same order on every rank.
-        maxima: what to take the greatest of, likewise.
-        device: where the backend wants its tensors.
+    Every rank gives the same names in the same order; the backend wants its tensors on `device`.
     """
     found: dict[str, float] = {}
     for part, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
@@ -245,19 +241,16 @@ def over_all_ranks(
     return found
 
 
+@dataclass(frozen=True)
 class FurtherLosses:
     """What losses of tokens behind the next one weigh in the steps of a split, and what they were.
 
-    Args:
-        depths: tokens behind the label that are predicted; 0: none are.
-        factor: weight of the mean of their losses.
-        place: of this rank.
+    Their mean weighs `factor`; `depths` of 0 predict none.
     """
 
-    def __init__(self, depths: int, factor: float, place: RankPlace) -> None:
-        self.depths = depths
-        self._factor = factor
-        self._place = place
+    depths: int
+    factor: float
+    place: RankPlace
 
     def weights(self, step: RankStep, loss_tokens: int) -> tuple[float, ...]:
         """What each depth's sum weighs, so that its mean counts as the factor says.
@@ -268,16 +261,16 @@ class FurtherLosses:
         if not self.depths:
             return ()
         counts = np.zeros(self.depths)
-        if self._place.is_last_stage and self._place.tensor_rank == 0:
+        if self.place.is_last_stage and self.place.tensor_rank == 0:
             for one in step.micro_batches:
                 counts += one.further_mask.reshape(self.depths, -1).sum(axis=1)
         sums = {str(depth): float(count) for depth, count in enumerate(counts)}
-        share = self._factor / self.depths
+        share = self.factor / self.depths
         over_job = over_all_ranks(sums, {}, compute_device())
         return tuple(share * loss_tokens / max(over_job[name], 1.0) for name in sums)
 
     def mean(self, total: float, loss_tokens: int) -> float | None:
         """The mean over depths of their mean losses, of all ranks' weighted sums."""
-        if not self.depths or not self._factor:
+        if not self.depths or not self.factor:
             return None
-        return total / self._place.num_tensor_ranks / (self._factor * max(loss_tokens, 1))
+        return total / self.place.num_tensor_ranks / (self.factor * max(loss_tokens, 1))

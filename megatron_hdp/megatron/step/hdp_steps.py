@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,7 @@ def data_order(
 ) -> DataOrder:
     """What decides which sequences form a step, and what stands in them.
 
-    Args:
-        arguments: of the run.
-        corpus: of the split.
-        contents: fingerprints of the sources' tokens, where they are known.
+    `contents` are fingerprints of the sources' tokens, where they are known.
     """
     sources = {
         name: replace(one, contents=contents.get(name)) for name, one in corpus.orders().items()
@@ -119,11 +116,11 @@ class HdpSteps:
         self._further = FurtherLosses(depths, arguments.mtp_loss_scaling_factor, self.place)
         reader = reader_of(self.place, vocab_size, self._broadcast_at, depths)
         self._has_plane = plane is not None
-        self._loaders: Loaders
-        if plane is None:
-            self._loaders = LocalLoaders(self.planner, reader)
-        else:
-            self._loaders = plane.loaders(arguments, split, corpus, settings, reader)
+        self._loaders: Loaders = (
+            LocalLoaders(self.planner, reader)
+            if plane is None
+            else plane.loaders(arguments, split, corpus, settings, reader)
+        )
         self._left_out = LeftOutOfSteps(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
         self._learning = None
@@ -229,11 +226,7 @@ class HdpSteps:
             return replace(report, position_after=replace(report.position_after, costs=None))
         with self._agreement():
             costs = self._learning.observed(known, step, outcome)
-        return replace(
-            report,
-            position_after=replace(report.position_after, costs=costs),
-            **asdict(self._learning.figures(costs)),
-        )
+        return self._learning.reported(report, costs)
 
     def is_over(self, position: Position) -> bool:
         """Whether every source of the data has ended, so that no step begins at a position."""
@@ -426,9 +419,8 @@ class HdpSteps:
 
         None where a gradient became so in sums of a layer alone. Every rank must call this.
         """
-        assert self.latest is not None, "no step has run"
         norms = [norm.item() for norm in self._gradient_norms]
-        return gather_words(self._non_finite(self.latest, "a gradient of norm", norms))
+        return gather_words(self._non_finite(self._ran(), "a gradient of norm", norms))
 
     def _non_finite(self, step: RankStep, name: str, values: Sequence[float]) -> list[NonFinite]:
         """This rank's micro-batches of which `name`'s value, given in order, is not finite."""
@@ -454,11 +446,14 @@ class HdpSteps:
 
         plot_plan(*self.planned_times(), path, title=title)
 
+    def _ran(self) -> RankStep:
+        assert self.latest is not None, "no step has run"
+        return self.latest
+
     def planned_times(self) -> tuple[Plan, Evaluation]:
         """The latest step's plan, and when it expects what to run."""
         made = self.latest_plan()
-        assert self.latest is not None, "no step has run"
-        settings = self.planner.settings_at(self.latest.totals.before)
+        settings = self.planner.settings_at(self._ran().totals.before)
         pipeline, cost_model = settings.pipeline, settings.cost_model
         if settings.lockstep_ranks > 1:
             return made, figures_in_lockstep(made, cost_model, settings.lockstep_ranks, pipeline)
@@ -466,14 +461,12 @@ class HdpSteps:
 
     def corrections(self) -> dict[str, Any] | None:
         """How the cost model was corrected that the latest step was planned by; None: it is not."""
-        assert self.latest is not None, "no step has run"
-        before = self.latest.totals.before
+        before = self._ran().totals.before
         return None if before.costs is None else before.costs.at(before.steps).to_record()
 
     def latest_plan(self) -> Plan:
         """The latest step's plan as a whole, made once more: a rank keeps its share alone."""
-        assert self.latest is not None, "no step has run"
-        totals = self.latest.totals
+        totals = self._ran().totals
         if totals.failure is None:
             return self.planner.plan(totals.before).plan
         return self.planner.statically(totals.before, totals.failure).plan

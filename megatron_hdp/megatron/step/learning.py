@@ -9,7 +9,7 @@ that the step's report reads anyway, when the device is past the step.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ from megatron_hdp.data.steps import RankStep, work_of
 from megatron_hdp.megatron.execution import RankOutcome
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace, compute_device, say
+from megatron_hdp.megatron.step.figures import StepReport
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.online import COLUMNS, FilterState, Finding, SeenCosts, observe
 from megatron_hdp.planner.pipeline import Pipeline
@@ -34,16 +35,6 @@ BEHIND, BEHIND_WITH_PLANE = 2, 4
 be planned ahead, or the two that a data plane makes ahead unless told otherwise."""
 
 Table: TypeAlias = Float64Array
-
-
-@dataclass(frozen=True)
-class LearntFigures:
-    """See the fields of these names of `figures.StepFigures`."""
-
-    slow_ranks: int
-    slowest_rank_speed: float
-    cost_model_changes: int
-    cost_model_error: float
 
 
 class Learning:
@@ -117,13 +108,7 @@ class Learning:
         )
 
     def observed(self, position: Position, step: RankStep, outcome: RankOutcome) -> SeenCosts:
-        """What is known after the step that began at a position.
-
-        Args:
-            position: from `following`.
-            step: what this rank ran.
-            outcome: what it took.
-        """
+        """What is known after the step that began at a position from `following`."""
         costs = position.costs
         assert costs is not None and costs.filter is not None
         table = exchanged(self._observation(step, outcome))
@@ -141,11 +126,13 @@ class Learning:
             )
         return found
 
-    def figures(self, costs: SeenCosts) -> LearntFigures:
-        """What a report says of it."""
+    def reported(self, report: StepReport, costs: SeenCosts) -> StepReport:
+        """The report of a step, and what is known after it."""
         state = costs.filter
         assert state is not None
-        return LearntFigures(
+        return replace(
+            report,
+            position_after=replace(report.position_after, costs=costs),
             slow_ranks=int((state.speeds < 1).sum()),
             slowest_rank_speed=float(state.speeds.min()),
             cost_model_changes=costs.num_changes,

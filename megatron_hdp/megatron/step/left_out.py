@@ -7,7 +7,7 @@ sources that have failed, without which a run continues.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_hdp.data.mixture import Corpus
@@ -32,16 +32,14 @@ def found_by_all(step: RankStep, sequence_ids: Iterable[int]) -> list[LeftOut]:
     """Takes sequences that any rank has found out of this rank's micro-batches.
 
     A sequence may be read by several ranks, so all of them must hear of what one of them found: the
-    loss tokens of the whole sequence leave the global batch. Every rank of the job must call this.
-
-    Args:
-        step: of this rank.
-        sequence_ids: what it has found.
-
-    Returns:
-        Those of the whole step, in its order, equal on every rank.
+    loss tokens of the whole sequence leave the global batch. Every rank of the job must call this;
+    it returns those of the whole step, in its order, equal on every rank.
     """
-    mine = [_found(step, i) for i in sequence_ids]
+    share, mine = step.share, []
+    for sequence_id in sequence_ids:
+        place = share.place_of(sequence_id)
+        columns = (share.sources, share.rows, share.lengths, share.num_loss_tokens)
+        mine.append(LeftOut(sequence_id, *(int(column[place]) for column in columns)))
     everyone = sorted({one for of_rank in gathered(mine) for one in of_rank})
     ids = {one.sequence_id for one in everyone}
     for micro_batch in step.micro_batches:
@@ -49,68 +47,63 @@ def found_by_all(step: RankStep, sequence_ids: Iterable[int]) -> list[LeftOut]:
     return everyone
 
 
-def amounts_without(amounts: Amounts, left_out: Sequence[LeftOut]) -> Amounts:
-    """What is left of a step."""
-    for one in left_out:
-        amounts = amounts.without(one.source, one.length, one.num_loss_tokens)
-    return amounts
+class LeftOutOfSteps:
+    """Takes out of the steps of one split what cannot be trained, the same on all ranks.
 
-
-def _found(step: RankStep, sequence_id: int) -> LeftOut:
-    share = step.share
-    place = share.place_of(sequence_id)
-    columns = (share.sources, share.rows, share.lengths, share.num_loss_tokens)
-    return LeftOut(sequence_id, *(int(column[place]) for column in columns))
-
-
-class CorruptDocuments:
-    """Takes corrupt sequences out of steps, counts them, and knows when there are too many.
-
-    Which sequences these are depends on the data alone, so every parallel layout trains the same
-    steps.
+    Which sequences are corrupt depends on the data alone, so every parallel layout trains the same
+    steps. A node that could not read a sequence of a failed source decides for all.
 
     Attributes:
-        num_skipped: sequences taken out so far, of each source.
+        num_skipped: corrupt documents that were left out so far, of each source.
     """
 
-    def __init__(self, corpus: Corpus, vocab_size: int, limit: int) -> None:
+    def __init__(self, corpus: Corpus, vocab_size: int, corrupt_limit: int) -> None:
         self.num_skipped = [0] * len(corpus.sources)
         self._corpus = corpus
         self._vocab_size = vocab_size
-        self._limit = limit
+        self._limit = corrupt_limit
         self._in_a_row: list[str] = []
+        self._num_lost: Counter[str] = Counter()
+        self._told: set[str] = set()
+        self._steps_told: set[tuple[str, int]] = set()
 
-    def drop(self, step: RankStep, sequence_ids: Iterable[int]) -> list[LeftOut]:
-        """Takes the corrupt sequences, wherever they were found, out of this rank's micro-batches.
-
-        Every rank of the job must call this.
-
-        Args:
-            step: of this rank.
-            sequence_ids: those that it has found.
-
-        Returns:
-            Those of the whole step, in its order, equal on every rank.
+    def of(self, step: RankStep) -> Amounts:
+        """What is left of a step; every rank of the job must call this.
 
         Raises:
-            ValueError: more corrupt documents in a row than the limit.
+            ValueError: too many corrupt documents in a row, or a source that failed has left no
+                loss token in the step.
         """
+        self._tell_of_sources(step.totals)
+        corrupt_ids = [i for one in step.micro_batches for i in one.corrupt_ids]
+        any_corrupt, any_lost = largest([len(corrupt_ids), len(step.lost)], compute_device())
+        amounts, lost = step.totals.amounts, self._lose(step) if any_lost else []
+        for one in lost:
+            amounts = amounts.without(one.source, one.length, one.num_loss_tokens)
+        if lost:
+            _require_loss(step, amounts, len(lost))
+        if not any_corrupt:
+            self._in_a_row.clear()
+            return amounts
+        lost_ids = {one.sequence_id for one in lost}
+        for one in self._skip(step, [i for i in corrupt_ids if i not in lost_ids]):
+            amounts = amounts.without(one.source, one.length, one.num_loss_tokens)
+        return amounts
+
+    def _skip(self, step: RankStep, sequence_ids: Iterable[int]) -> list[LeftOut]:
+        """Takes corrupt sequences, wherever they were found, out; counts them in a row."""
         corrupt = found_by_all(step, sequence_ids)
         first_good = 0  # of the places behind the latest corrupt one
         for one in corrupt:
             if one.sequence_id > first_good:
                 self._in_a_row.clear()
             first_good = one.sequence_id + 1
-            self._note(one)
+            self._note_corrupt(one)
         if first_good < step.totals.sequences:
             self._in_a_row.clear()
         return corrupt
 
-    def none_found(self) -> None:
-        """Notes a step without corrupt sequences."""
-        self._in_a_row.clear()
-
-    def _note(self, one: LeftOut) -> None:
+    def _note_corrupt(self, one: LeftOut) -> None:
         document = self._corpus.words_for([one.source], [one.row])
         expected = f"token ids from 0 to {self._vocab_size - 1}, the tokenizer's"
         self._in_a_row.append(document)
@@ -127,89 +120,34 @@ class CorruptDocuments:
             "far"
         )
 
-
-class LostSources:
-    """Takes what failed sources did not give out of steps that were drawn before, and tells of it.
-
-    A node that could not read a sequence decides for all: its loss tokens leave the global batch.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._num_left_out: Counter[str] = Counter()
-        self._told: set[str] = set()
-        self._steps_told: set[tuple[str, int]] = set()
-
-    def drop(self, step: RankStep) -> list[LeftOut]:
-        """Takes lost sequences, whichever rank lacks them, out of this rank's micro-batches.
-
-        Every rank of the job must call this.
-
-        Returns:
-            Those of the whole step, in its order, equal on every rank.
-        """
+    def _lose(self, step: RankStep) -> list[LeftOut]:
+        """Takes what failed sources did not give, whichever rank lacks it, out of the step."""
         found = found_by_all(step, [i for one in step.lost for i in one.ids])
         whys = gathered({one.name: one.why for one in step.lost})
         why = {name: text for of_rank in reversed(whys) for name, text in of_rank.items()}
         number = step.totals.before.steps + 1
-        for name, count in sorted(Counter(self._names[one.source] for one in found).items()):
+        names = Counter(self._corpus.names[one.source] for one in found)
+        for name, count in sorted(names.items()):
             if (name, number) in self._steps_told:
                 continue  # an evaluation has the same steps each time, Megatron may run one again
             self._steps_told.add((name, number))
-            self._num_left_out[name] += count
+            self._num_lost[name] += count
             say(
                 f"source '{name}' has failed ({why[name]}): {count:,} of its sequences are left "
                 f"out of step {number:,}"
             )
         return found
 
-    def tell(self, totals: StepTotals) -> None:
-        """Says once of each source that the run continues without it."""
+    def _tell_of_sources(self, totals: StepTotals) -> None:
+        """Says once of each failed source that the run continues without it."""
         for name, why in totals.without.items():
             if name not in self._told:
                 self._told.add(name)
                 say(
                     f"source '{name}' has failed ({why}): the run continues without it, its "
-                    f"share goes to the others; {self._num_left_out[name]:,} of its sequences were "
+                    f"share goes to the others; {self._num_lost[name]:,} of its sequences were "
                     "drawn and are not trained"
                 )
-
-
-class LeftOutOfSteps:
-    """Takes out of the steps of one split what cannot be trained, the same on all ranks."""
-
-    def __init__(self, corpus: Corpus, vocab_size: int, corrupt_limit: int) -> None:
-        self._corrupt = CorruptDocuments(corpus, vocab_size, corrupt_limit)
-        self._lost = LostSources(corpus.names)
-
-    @property
-    def num_skipped(self) -> list[int]:
-        """Corrupt documents that were left out so far, of each source."""
-        return self._corrupt.num_skipped
-
-    def of(self, step: RankStep) -> Amounts:
-        """What is left of a step; every rank of the job must call this.
-
-        Raises:
-            ValueError: too many corrupt documents in a row, or a source that failed has left no
-                loss token in the step.
-        """
-        self._lost.tell(step.totals)
-        corrupt_ids = [i for one in step.micro_batches for i in one.corrupt_ids]
-        any_corrupt, any_lost = largest([len(corrupt_ids), len(step.lost)], compute_device())
-        amounts = step.totals.amounts
-        lost_ids = set()
-        if any_lost:
-            lost = self._lost.drop(step)
-            lost_ids = {one.sequence_id for one in lost}
-            amounts = amounts_without(amounts, lost)
-            _require_loss(step, amounts, len(lost))
-        if any_corrupt:
-            mine = [i for i in corrupt_ids if i not in lost_ids]
-            amounts = amounts_without(amounts, self._corrupt.drop(step, mine))
-        else:
-            self._corrupt.none_found()
-        return amounts
 
 
 def _require_loss(step: RankStep, amounts: Amounts, num_lost: int) -> None:

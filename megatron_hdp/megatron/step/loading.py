@@ -1,4 +1,4 @@
-"""Who loads a run's data: each rank in its own process, or the data plane of its node."""
+"""A run's data as its arguments say, opened, and who loads it: each rank, or a data plane."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import importlib.util
 import os
 import socket
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_hdp.data.mixture import Corpus, MixtureSpec, read_data_file
+from megatron_hdp.data.mixture import (
+    BlendFlags,
+    Corpus,
+    MixtureSpec,
+    Opening,
+    any_documents,
+    open_corpus,
+    read_data_file,
+    specs_of_flags,
+)
 from megatron_hdp.data.spec import GO_ON_WITHOUT, LoadersSpec
 from megatron_hdp.data.steps import PlanSettings, Reader
 from megatron_hdp.data_plane.loaders import RayLoaders
@@ -19,20 +28,73 @@ from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import SOCKET, PlanePlace, node_of_plane
 from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
 from megatron_hdp.megatron.parallel import say
-from megatron_hdp.megatron.step.data import split_specs
 from megatron_hdp.runtime.gathering import from_first_rank, gathered
 
 _LOOPBACK = "127.0.0.1"
 _MOST_SPARES = 32  # of many sources, some are started when they are known
 
 
+def split_specs(arguments: TrainingArguments) -> dict[str, MixtureSpec]:
+    """What each split draws from, of those that the arguments name: train, valid, test.
+
+    Raises:
+        ValueError: the file or the flags of the data cannot be used.
+    """
+    if arguments.hdp_data is not None:
+        found = read_data_file(arguments.hdp_data)
+        specs = {"train": found.training}
+        return specs if found.validation is None else {**specs, "valid": found.validation}
+    return specs_of_flags(
+        BlendFlags(
+            data_path=arguments.data_path or (),
+            data_args_path=arguments.data_args_path,
+            train_data_path=arguments.train_data_path or (),
+            valid_data_path=arguments.valid_data_path or (),
+            test_data_path=arguments.test_data_path or (),
+            per_split_data_args_path=arguments.per_split_data_args_path,
+            split=arguments.split,
+            sft=arguments.sft,
+            sft_tokenizer_prompt_format=arguments.sft_tokenizer_prompt_format,
+        )
+    )
+
+
+def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
+    """The opened sources of a split.
+
+    Raises:
+        ValueError: one of them cannot be opened, or has no sequence.
+    """
+    return open_corpus(spec, _opening(arguments))
+
+
+def has_documents(arguments: TrainingArguments, spec: MixtureSpec) -> bool:
+    """Whether a split has a document at all.
+
+    Raises:
+        ValueError: one of its sources cannot be opened.
+    """
+    return any_documents(spec, _opening(arguments))
+
+
+def _opening(arguments: TrainingArguments) -> Opening:
+    folder = arguments.data_cache_path
+    return Opening(
+        max_length=arguments.seq_length,
+        long_sequence=arguments.hdp_long_sequence,
+        tokenizer=tokenizer_of(arguments),
+        cache_folder=None if folder is None else Path(folder),
+        say=say,
+    )
+
+
+@dataclass(frozen=True)
 class DataPlane:
     """This rank's end of the data plane; the first rank of a node holds the node's part of it."""
 
-    def __init__(self, folder: Path, spec: LoadersSpec, ending: ExitStack) -> None:
-        self._folder = folder
-        self._spec = spec
-        self._ending = ending
+    folder: Path
+    spec: LoadersSpec
+    ending: ExitStack
 
     def loaders(
         self,
@@ -43,23 +105,22 @@ class DataPlane:
         reader: Reader,
     ) -> RayLoaders:
         """What gives this rank its steps over a split."""
-        folder = arguments.data_cache_path
         setup = SplitSetup(
             split=split,
             spec=replace(corpus.spec, sources=tuple(one.spec for one in corpus.sources)),
             max_length=arguments.seq_length,
             long_sequence=arguments.hdp_long_sequence,
             tokenizer=tokenizer_of(arguments),
-            cache_folder=None if folder is None else str(folder),
+            cache_folder=arguments.data_cache_path and str(arguments.data_cache_path),
             settings=settings,
             orders=corpus.orders(),
-            loaders=self._spec,
+            loaders=self.spec,
         )
-        return RayLoaders(self._folder / SOCKET, setup, reader)
+        return RayLoaders(self.folder / SOCKET, setup, reader)
 
     def close(self) -> None:
         """Ends the node's part, if this rank holds it."""
-        self._ending.close()
+        self.ending.close()
 
 
 def loaders_spec(arguments: TrainingArguments) -> LoadersSpec:
@@ -113,9 +174,9 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     assert place is not None
     ending, folder = ExitStack(), None
     if rank == nodes.index(here):
-        part = node_of_plane(
-            place, order.index(here), spec.timeout_s, _num_loaders(arguments, spec)
-        )
+        sources = split_specs(arguments)["train"].sources
+        num_loaders = min(len(sources) * (spec.min + spec.shadows), _MOST_SPARES)
+        part = node_of_plane(place, order.index(here), spec.timeout_s, num_loaders)
         folder = str(ending.enter_context(part))
     mine = gathered(folder)[nodes.index(here)]
     assert mine is not None
@@ -123,12 +184,6 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     joined = " in the Ray cluster of RAY_ADDRESS" if place.address is None else ""
     say(f"data plane: {place.name} on {nodes_of_job}{joined}, its log is {mine}/log")
     return DataPlane(Path(mine), spec, ending)
-
-
-def _num_loaders(arguments: TrainingArguments, spec: LoadersSpec) -> int:
-    """Loaders with which training begins."""
-    sources = split_specs(arguments)["train"].sources
-    return min(len(sources) * (spec.min + spec.shadows), _MOST_SPARES)
 
 
 def _require_ray() -> None:

@@ -19,12 +19,11 @@ class NonFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class NonFinite:
-    """One micro-batch of which something on one rank is not a number."""
+    """One micro-batch of which something on one rank is not a number, ``loss nan`` for example."""
 
     micro_batch: int | None
     """Index in the step's plan; None for padding."""
     what: str
-    """``loss nan``, for example."""
     documents: str
     """What is in it, in words."""
 
@@ -43,9 +42,7 @@ def gather_words(found: list[NonFinite]) -> tuple[str, ...]:
 def non_finite_parameters(chunks: Sequence[DistributedDataParallel]) -> tuple[str, ...]:
     """Names the first parameters whose gradient is NaN or infinite on some rank; see `non_finite`.
 
-    Args:
-        chunks: this rank's parts of the model, with gradients that are summed over ranks, before
-            the optimizer's step.
+    Gradients are summed over ranks, and the optimizer has not seen them.
     """
     return non_finite(
         (

@@ -44,15 +44,7 @@ def plan_settings(
     vocab_size: int,
     split: str = "train",
 ) -> PlanSettings:
-    """What decides, beside the data, how steps are drawn and planned: the same on every rank.
-
-    Args:
-        arguments: of the run.
-        place: of this rank.
-        cost_model: that the run begins with.
-        vocab_size: entries of the tokenizer.
-        split: of the data.
-    """
+    """What decides, beside the data, how steps are drawn and planned: the same on every rank."""
     vocabulary = padded_vocab_size(vocab_size, arguments)
     return PlanSettings(
         batch=batch_size_of(arguments, split),
@@ -77,11 +69,8 @@ def reader_of(
 ) -> Reader:
     """What this rank reads of a step.
 
-    Args:
-        place: of the rank.
-        vocab_size: entries of the tokenizer.
-        broadcast_at: axes along which one rank reads for the others.
-        num_further: tokens behind the label that the last stage predicts, too.
+    Along the axes `broadcast_at` one rank reads for the others. The last stage predicts
+    `num_further` tokens behind the label, too.
     """
     is_at_an_end = place.is_first_stage or place.is_last_stage
     return Reader(
@@ -125,9 +114,6 @@ class LongStepWarning:
 
     A rank that has nothing to do waits in a ring, or in gradient sync, for most of a step. NCCL
     ends the job once a message has waited for longer than its communicator's timeout.
-
-    Args:
-        timeout_minutes: ``--distributed-timeout-minutes``.
     """
 
     def __init__(self, timeout_minutes: int) -> None:
@@ -135,12 +121,7 @@ class LongStepWarning:
         self._has_warned = False
 
     def check(self, step_s: float, how: str) -> None:
-        """Says once that a step is too long, and what to do.
-
-        Args:
-            step_s: seconds of a step until gradient sync.
-            how: who says so: "is planned to take" or "took".
-        """
+        """Says once that a step "is planned to take" or "took" too long, and what to do."""
         if self._has_warned or step_s <= _LONG_SHARE * self._timeout_s:
             return
         self._has_warned = True

@@ -10,6 +10,8 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron_hdp.megatron import parallel
 from megatron_hdp.planner.lockstep import end_together, slots
 from megatron_hdp.runtime.timeline import Timeline
+from tests.gradient_equivalence.case import LENGTHS, ROOM
+from tests.gradient_equivalence.cases import ACROSS, PP2, virtual
 from tests.support.drawn import first_rows
 from tests.support.gradients import (
     hdp_step,
@@ -21,14 +23,7 @@ from tests.support.gradients import (
 )
 from tests.support.random_plans import random_plan
 
-LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
-OVERLAP = {
-    "overlap_grad_reduce": True,
-    "ddp_bucket_size": 1000,
-    "hdp_tokens_per_rank": 128,
-    "seq_length": 200,
-    "max_position_embeddings": 200,
-}
+OVERLAP = ROOM | {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}
 
 
 def launches_of(arguments, plan):
@@ -75,8 +70,8 @@ def mixed_plan(arguments, ranks, *, aligned, lockstep_ranks):
     ("ranks", "hdp_ranks", "experts", "overrides"),
     [
         (3, 3, False, {}),
-        pytest.param(4, 4, True, {"expert_model_parallel_size": 2}, marks=pytest.mark.slow),
-        (4, 2, False, {"pipeline_model_parallel_size": 2}),
+        pytest.param(4, 4, True, ACROSS, marks=pytest.mark.slow),
+        (4, 2, False, PP2),
     ],
     ids=["rings", "experts", "stages"],
 )
@@ -103,12 +98,7 @@ def test_where_reductions_begin(run_ranks, tmp_path, ranks, hdp_ranks, experts, 
 
 
 def test_with_virtual_stages_reductions_begin_behind_the_last_backward(run_ranks, tmp_path):
-    virtual = {
-        "num_layers": 4,
-        "pipeline_model_parallel_size": 2,
-        "num_virtual_stages_per_pipeline_rank": 2,
-    }
-    arguments = tiny_arguments(write_corpus(tmp_path, LENGTHS), **(OVERLAP | virtual))
+    arguments = tiny_arguments(write_corpus(tmp_path, LENGTHS), **(OVERLAP | virtual(2)))
     found = run_ranks(4, launches_of, arguments, None)
     assert found[0][1] <= 1e-10
     for rank, (begun, _) in enumerate(found):

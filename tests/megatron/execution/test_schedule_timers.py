@@ -9,7 +9,6 @@ from megatron_hdp.runtime.timeline import BACKWARD, FORWARD, RING_WAIT, Timeline
 
 
 def compute(config, name):
-    """As Megatron's schedule does it."""
     config.timers(name, log_level=2).start()
     config.timers(name).stop()
 
@@ -17,7 +16,7 @@ def compute(config, name):
 def test_forwards_and_backwards_are_counted_apart():
     config, timeline = SimpleNamespace(timers=None), Timeline()
     timeline.start_recording()
-    with noting_compute(config, timeline, [4, None, 9]):
+    with noting_compute(config, timeline, [(4, 0), (None, 0), (9, 0)]):
         config.timers("forward-backward", log_level=1).start(barrier=True)
         for name in ("forward", "forward", "backward", "forward", "backward", "backward"):
             compute(config, f"{name}-compute")
@@ -32,7 +31,7 @@ def test_forwards_and_backwards_are_counted_apart():
 def test_backwards_take_chunks_from_the_last_to_the_first():
     config, timeline = SimpleNamespace(timers=None), Timeline()
     timeline.start_recording()
-    with noting_compute(config, timeline, [4, None, 4, None], [0, 0, 1, 1]):
+    with noting_compute(config, timeline, [(4, 0), (None, 0), (4, 1), (None, 1)]):
         for name in 4 * ["forward"] + 4 * ["backward"]:
             config.timers(f"{name}-compute", log_level=2).start()
             with timeline.span(RING_WAIT):
@@ -48,7 +47,7 @@ def test_backwards_take_chunks_from_the_last_to_the_first():
 
 def test_what_runs_inside_belongs_to_the_micro_batch():
     config, timeline = SimpleNamespace(timers=None), Timeline()
-    with noting_compute(config, timeline, [4]):
+    with noting_compute(config, timeline, [(4, 0)]):
         config.timers("forward-compute", log_level=2).start()
         with timeline.span(RING_WAIT):
             assert [(kind, m) for kind, _, m in timeline.current()] == [
@@ -61,7 +60,7 @@ def test_what_runs_inside_belongs_to_the_micro_batch():
 
 def test_an_error_leaves_nothing_open():
     config, timeline = SimpleNamespace(timers="before"), Timeline()
-    with pytest.raises(KeyError), noting_compute(config, timeline, [4]):
+    with pytest.raises(KeyError), noting_compute(config, timeline, [(4, 0)]):
         config.timers("forward-compute", log_level=2).start()
         raise KeyError
     assert timeline.current() == [] and timeline.totals_s[FORWARD] > 0
@@ -70,6 +69,6 @@ def test_an_error_leaves_nothing_open():
 
 def test_a_micro_batch_too_many_is_an_error():
     config = SimpleNamespace(timers=None)
-    with pytest.raises(StopIteration), noting_compute(config, Timeline(), [4]):
+    with pytest.raises(StopIteration), noting_compute(config, Timeline(), [(4, 0)]):
         compute(config, "backward-compute")
         compute(config, "backward-compute")

@@ -31,6 +31,7 @@ from megatron_hdp.planner.memory.activations import (
 )
 from megatron_hdp.planner.memory.gpu import stage_memory
 from megatron_hdp.runtime.timeline import Timeline
+from tests.gradient_equivalence.cases import RECOMPUTE, SELECTIVE, TP2_SP
 from tests.support.gradients import VOCABULARY, moe_arguments, tiny_arguments, write_corpus
 from tests.support.mla import MLA
 
@@ -46,7 +47,6 @@ SHAPE = {
 }
 _INT64, _FLOAT32 = 8, 4
 BF16 = {"bf16": True}
-TENSOR_RANKS = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 ONE_RANK = {
     "bf16": BF16,
     "float32": {},
@@ -57,13 +57,8 @@ ONE_RANK = {
     "no-positions-in-layers": BF16 | {"no_rope_freq": "1", "num_query_groups": 4},
     "windows-and-sinks": BF16
     | {"window_size": "9,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"},
-    "full-recompute": BF16
-    | {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "selective-recompute": BF16 | {"recompute_granularity": "selective"},
+    "full-recompute": BF16 | RECOMPUTE,
+    "selective-recompute": BF16 | SELECTIVE,
 }
 
 
@@ -74,7 +69,7 @@ LATENT = {
     "latent": MLA_SHAPE,
     "latent-without-norms": MLA_SHAPE | BF16 | {"qk_layernorm": False},
     "latent-without-queries'": MLA_SHAPE | BF16 | {"q_lora_rank": None},
-    "latent-selective": MLA_SHAPE | BF16 | {"recompute_granularity": "selective"},
+    "latent-selective": MLA_SHAPE | BF16 | SELECTIVE,
 }
 SIGMOID = {"num_experts": 8, "moe_router_score_function": "sigmoid"}
 GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
@@ -82,10 +77,7 @@ EXPERTS = {
     "experts": {},
     "experts-bf16": BF16 | {"num_experts": 8},
     "shared": BF16 | {"moe_shared_expert_intermediate_size": 48},
-    "shared-gated": {
-        "moe_shared_expert_intermediate_size": 48,
-        "moe_shared_expert_gate": True,
-    },
+    "shared-gated": {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True},
     "sigmoid": BF16 | SIGMOID,
     "bias": BF16 | SIGMOID | {"moe_router_enable_expert_bias": True},
     "groups": BF16 | GROUPS | {"moe_router_enable_expert_bias": True},
@@ -94,16 +86,30 @@ EXPERTS = {
 }
 
 
+EXECUTOR, STEP, EXAMPLE = StepInProgress.__module__, StepInProgress, padding_micro_batch
+
+
 def counted(cases):
-    """Of each case what the executor counts, in bytes of a token and layer, and the parameters."""
+    """Of each case what the executor counts, in bytes of a token and layer, and the parameters.
+
+    With MTP of the first layer of further tokens, which keeps more than others.
+    """
     found = []
     parallel.initialise(cases[0])
     for arguments in cases:
         parallel.set_seeds(1)
         gpt = building.build_gpt(arguments, VOCABULARY)
         executor = setup.build_executor(arguments, [gpt], Timeline())
-        num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
-        found.append((executor.activation_bytes_per_token(), num_parameters))
+        depths = arguments.mtp_num_layers or 0
+        if depths:
+            model = get_attr_wrapped_model(gpt, "mtp", return_model_obj=True)
+            executor.layers = [*model.decoder.layers, *model.mtp.layers]
+        with (
+            mock.patch(f"{EXECUTOR}.StepInProgress", partial(STEP, mtp_weights=(1.0,) * depths)),
+            mock.patch(f"{EXECUTOR}.padding_micro_batch", partial(EXAMPLE, num_further=depths)),
+        ):
+            bytes_ = executor.activation_bytes_per_token()
+        found.append((bytes_, sum(parameter.numel() for parameter in gpt.parameters())))
     return found
 
 
@@ -148,6 +154,12 @@ def expected(arguments, world=1):
     return kept_after_forward(job) + more_on_cpus(job), num_parameters
 
 
+def require_near(measured, right, arguments, name=""):
+    (bytes_, parameters), (of_formula, counted_up) = measured, right
+    assert bytes_ == pytest.approx(of_formula, abs=tolerance(arguments)), name
+    assert parameters == counted_up, name
+
+
 @pytest.mark.parametrize(
     ("arguments_of", "named"),
     [(tiny_arguments, ONE_RANK), (tiny_arguments, LATENT), (moe_arguments, EXPERTS)],
@@ -158,27 +170,7 @@ def test_on_one_rank(run_ranks, tmp_path, arguments_of, named):
     cases = [arguments_of(prefix, **SHAPE | case) for case in named.values()]
     found = run_ranks(1, counted, cases)[0]
     for name, arguments, measured in zip(named, cases, found, strict=True):
-        (bytes_, parameters), (of_formula, counted_up) = measured, expected(arguments)
-        assert bytes_ == pytest.approx(of_formula, abs=tolerance(arguments)), name
-        assert parameters == counted_up, name
-
-
-def counted_of_further(cases):
-    """The same of the first layer of further tokens, which keeps more than others."""
-    found = []
-    parallel.initialise(cases[0])
-    for arguments in cases:
-        parallel.set_seeds(1)
-        gpt = building.build_gpt(arguments, VOCABULARY)
-        executor = setup.build_executor(arguments, [gpt], Timeline())
-        model = get_attr_wrapped_model(gpt, "mtp", return_model_obj=True)
-        executor.layers = [*model.decoder.layers, *model.mtp.layers]
-        step = StepInProgress.begin(1, mtp_weights=(1.0,) * arguments.mtp_num_layers)
-        example = partial(padding_micro_batch, num_further=arguments.mtp_num_layers)
-        with mock.patch("megatron_hdp.megatron.execution.executor.padding_micro_batch", example):
-            bytes_ = executor.activation_bytes_per_token(step)
-        found.append((bytes_, sum(parameter.numel() for parameter in gpt.parameters())))
-    return found
+        require_near(measured, expected(arguments), arguments, name)
 
 
 FURTHER = {"mtp_num_layers": 2}
@@ -186,42 +178,33 @@ FURTHER = {"mtp_num_layers": 2}
 
 def test_layers_of_further_tokens(run_ranks, tmp_path):
     prefix = write_corpus(tmp_path, [64])
-    cases = [
-        tiny_arguments(prefix, **SHAPE | FURTHER | case)
-        for case in (BF16, {}, LATENT["latent-bf16"])
-    ]
+    kinds = (BF16, {}, LATENT["latent-bf16"])
+    cases = [tiny_arguments(prefix, **SHAPE | FURTHER | case) for case in kinds]
     of_experts = BF16 | {"moe_layer_freq": "[0]*2+[1]", "moe_shared_expert_intermediate_size": 48}
     cases.append(moe_arguments(prefix, **SHAPE | FURTHER | of_experts))
-    for arguments, (bytes_, parameters) in zip(
-        cases, run_ranks(1, counted_of_further, cases)[0], strict=True
-    ):
+    for arguments, measured in zip(cases, run_ranks(1, counted, cases)[0], strict=True):
         job = job_of(arguments, 1, VOCABULARY)
         three_norms = 3 * (8 - job.value_bytes) * job.shape.hidden_size
         labels = _INT64 * (1 + arguments.mtp_num_layers)  # the micro-batch's, which are embedded
         more = more_on_cpus(job, job.shape.further[0]) + three_norms + labels
-        of_formula = kept_of_further(job) / 2 + more
-        assert bytes_ == pytest.approx(of_formula, abs=tolerance(arguments))
-        assert parameters == stage_memory(job, 0).weights / job.value_bytes
+        right = kept_of_further(job) / 2 + more, stage_memory(job, 0).weights / job.value_bytes
+        require_near(measured, right, arguments)
 
 
 def test_between_tensor_ranks(run_ranks, tmp_path):
     prefix = write_corpus(tmp_path, [64])
     both = (BF16, {}, LATENT["latent-bf16"], LATENT["latent"], LATENT["latent-without-norms"])
-    cases = [tiny_arguments(prefix, **SHAPE | TENSOR_RANKS | case) for case in both]
+    cases = [tiny_arguments(prefix, **SHAPE | TP2_SP | case) for case in both]
     for found in run_ranks(2, counted, cases):
         assert found == [expected(arguments, 2) for arguments in cases]
 
 
 def test_of_shared_experts_between_tensor_ranks(run_ranks, tmp_path):
     """Experts cut over the same ranks, each of which has all tokens of them."""
-    cut = TENSOR_RANKS | {"expert_tensor_parallel_size": 2}
-    arguments = moe_arguments(
-        write_corpus(tmp_path, [64]), **SHAPE | BF16 | cut | EXPERTS["shared-gated"]
-    )
-    for ((bytes_, parameters),) in run_ranks(2, counted, [arguments]):
-        of_formula, counted_up = expected(arguments, 2)
-        assert parameters == counted_up
-        assert bytes_ == pytest.approx(of_formula, abs=tolerance(arguments))
+    cut = TP2_SP | {"expert_tensor_parallel_size": 2} | EXPERTS["shared-gated"]
+    arguments = moe_arguments(write_corpus(tmp_path, [64]), **SHAPE | BF16 | cut)
+    for (measured,) in run_ranks(2, counted, [arguments]):
+        require_near(measured, expected(arguments, 2), arguments)
 
 
 @pytest.mark.parametrize("pattern", ["[0]*2+[1]", "[1]*2+[0]"])
@@ -229,12 +212,11 @@ def test_of_dense_layers_beside_sparse_ones(run_ranks, tmp_path, pattern):
     """What the executor counts is the most that one of the layers before the last keeps."""
     shape = SHAPE | BF16 | EXPERTS["shared"] | {"moe_layer_freq": pattern}
     arguments = moe_arguments(write_corpus(tmp_path, [64]), **shape)
-    ((found, parameters),) = run_ranks(1, counted, [arguments])[0]
     job = job_of(arguments, 1, VOCABULARY)
     layer = job.shape.layers[0]
     of_formula = sum(kept_bytes(job, layer).values()) + more_on_cpus(job, layer)
-    assert found == pytest.approx(of_formula, abs=tolerance(arguments))
-    assert parameters == expected(arguments)[1]
+    (measured,) = run_ranks(1, counted, [arguments])[0]
+    require_near(measured, (of_formula, expected(arguments)[1]), arguments)
 
 
 def test_a_tensor_left_out_would_be_seen(tmp_path):

@@ -1,9 +1,7 @@
 """The bias that balances experts without a loss: after every step what one rank alone finds."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,23 +9,21 @@ from megatron.core import parallel_state
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
-from megatron_hdp.megatron.model.initialisation import initialise_by_name
-from megatron_hdp.megatron.model.router import HdpRouter
-from tests.gradient_equivalence.case import LENGTHS, ROOM
+from tests.gradient_equivalence import case
+from tests.gradient_equivalence.case import LENGTHS, ROOM, Case
 from tests.gradient_equivalence.cases import ACROSS, EXPERT_MODELS, RECOMPUTE, TENSOR, UNEVEN
-from tests.support.drawn import first_rows
+from tests.gradient_equivalence.faults import seen_with_padding
 from tests.support.gradients import (
     VOCABULARY,
-    begin_with_biases,
     drawn_sequences,
     hdp_steps_of,
     moe_arguments,
     routers_of,
     seldom_compiled,
     stock,
+    stock_model,
     write_corpus,
 )
-from tests.support.random_plans import random_plan
 
 RATE = 0.07  # moves choices from step to step
 
@@ -39,11 +35,7 @@ def run(folder, **overrides):
 
 
 def plans_of(arguments, ranks):
-    """The strategy's plan and two others."""
-    lengths = np.array(LENGTHS)[first_rows(len(LENGTHS), arguments.seed)]
-    capacity = arguments.hdp_tokens_per_rank
-    size = {"tokens_per_rank": capacity, "slice_multiple": arguments.hdp_slice_multiple}
-    return [None, *(random_plan(lengths, ranks=ranks, seed=seed, **size) for seed in (1, 2))]
+    return [None, *case.plans_of(arguments, Case(ranks, {}, plans=2))]
 
 
 def hdp_biases(arguments, plans, *faults):
@@ -64,10 +56,7 @@ def biases_of(models):
 
 def reference_biases(arguments, num_steps):
     """The same of Megatron's own model, which counts every sequence by itself."""
-    parallel.set_seeds(arguments.seed)
-    gpt = building.build_gpt(stock(arguments), VOCABULARY).module
-    initialise_by_name(gpt, arguments.seed)
-    begin_with_biases([gpt])
+    gpt = stock_model(arguments)
     found = []
     counts = {}
 
@@ -123,17 +112,9 @@ def test_biases_after_steps_of_other_plans(run_ranks, tmp_path, layout):
     assert max(found) <= 1e-6, found
 
 
-def seen_with_padding(self, params):
-    tokens = SEEN_HERE(self, params)
-    return replace(tokens, sequence_index=tokens.sequence_index.clamp(min=0))
-
-
 def counted_here_alone(tokens_per_expert, expert_bias, rate, **groups):
     offset = tokens_per_expert.double().mean(-1, keepdim=True) - tokens_per_expert
     return expert_bias + torch.sign(offset).float() * rate
-
-
-SEEN_HERE = HdpRouter._seen_here
 
 
 @pytest.mark.parametrize(

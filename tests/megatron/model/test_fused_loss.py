@@ -11,13 +11,14 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building, fused_loss
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
+from tests.gradient_equivalence.cases import FUSED_LENGTHS as LENGTHS
+from tests.gradient_equivalence.cases import TIED
 from tests.support.gradients import VOCABULARY, tiny_arguments, write_corpus
 from tests.support.largest_tensor import LargestTensor
 
-LENGTHS = [1, 30, 100, 64, 65, 7]
-TIED = {"untie_embeddings_and_output_weights": False}
-TENSOR_PARALLEL = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
-SEQUENCE_PARALLEL = TENSOR_PARALLEL | {"sequence_parallel": True}
+OTHERS = dict.fromkeys(
+    ("input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+)
 FEW_TOKENS = ("megatron_hdp.runtime.loss.fused_cross_entropy.LOGITS_BYTES", {"cpu": 4 * 320 * 2})
 
 
@@ -45,12 +46,10 @@ def loss_and_gradients(gpt):
     """Loss (float64) and gradients by hidden states and output weights of the model's last step."""
     inner, hidden, labels, mask = plain_inputs(gpt)
     hidden = (hidden * 20).detach().requires_grad_()
-    others = dict.fromkeys(("input_ids", "position_ids", "rotary_pos_emb"))
-    others |= dict.fromkeys(("rotary_pos_cos", "rotary_pos_sin"))
     if isinstance(inner, fused_loss.FusedLossModel):
-        loss = inner._postprocess(hidden_states=hidden, labels=labels, loss_mask=mask, **others)
+        loss = inner._postprocess(hidden_states=hidden, labels=labels, loss_mask=mask, **OTHERS)
     else:
-        logits = inner._postprocess(hidden_states=hidden, labels=None, **others)
+        logits = inner._postprocess(hidden_states=hidden, labels=None, **OTHERS)
         loss = token_sum_loss(logits, labels, mask)
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
@@ -68,8 +67,6 @@ def gradient_in_the_buffer(arguments):
     inner, hidden, labels, mask = plain_inputs(gpt)
     hidden = (hidden * 20).detach().requires_grad_()
     weight = inner.output_layer.weight
-    others = dict.fromkeys(("input_ids", "position_ids", "rotary_pos_emb"))
-    others |= dict.fromkeys(("rotary_pos_cos", "rotary_pos_sin"))
     kept, found = (weight, weight.main_grad), []
     for is_whole_loss in (True, False):
         weight.main_grad.zero_()
@@ -82,7 +79,7 @@ def gradient_in_the_buffer(arguments):
                     labels=labels,
                     loss_mask=mask,
                     packed_seq_params=params,
-                    **others,
+                    **OTHERS,
                 )
                 loss.backward()
         assert weight.grad is None  # DDP was called

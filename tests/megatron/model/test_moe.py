@@ -1,10 +1,16 @@
-"""Experts under HDP: what routers refuse, and the parameters that a token meets."""
+"""Experts under HDP: which kinds are known, and what routers refuse."""
+
+from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer
 from tests.support.gradients import VOCABULARY, moe_arguments, write_corpus
 
 
@@ -45,3 +51,24 @@ def test_ranks_that_cannot_share_the_experts_are_refused(run_ranks, tmp_path):
         Exception, match="3 ranks of a pipeline stage cannot be cut into groups of 2 that"
     ):
         run_ranks(3, initialise, arguments)
+
+
+class GroupedMLP(torch.nn.Module):
+    """Megatron 0.16's experts by another package's kernel have this name."""
+
+
+@pytest.mark.parametrize("kind", [SequentialMLP, TEGroupedMLP, GroupedMLP])
+def test_other_kinds_of_experts_are_refused(kind):
+    layer = TransformerLayer.__new__(TransformerLayer)
+    torch.nn.Module.__init__(layer)
+    layer.layer_number, layer.mlp = 3, torch.nn.Module()
+    layer.mlp.router, layer.mlp.experts = TopKRouter.__new__(TopKRouter), kind.__new__(kind)
+    with mock.patch("megatron_hdp.megatron.model.router.HdpRouter.adopt") as adopt:
+        if kind is not GroupedMLP:
+            HdpMoeTransformerLayer.adopt(layer)
+            assert adopt.called and type(layer) is HdpMoeTransformerLayer
+            return
+        expected = "knows SequentialMLP or TEGroupedMLP in .*, layer 3 has GroupedMLP in Transf"
+        with pytest.raises(ValueError, match=expected):
+            HdpMoeTransformerLayer.adopt(layer)
+    assert type(layer) is TransformerLayer

@@ -146,20 +146,8 @@ def test_a_micro_batch_that_hdp_did_not_make_is_refused(params):
         own.get_rotary_seq_len(None, None, None, None, params)
 
 
-def te_apply_rotary_pos_emb(
-    t,
-    freqs,
-    tensor_format="sbhd",
-    start_positions=None,
-    interleaved=False,
-    fused=False,
-    cu_seqlens=None,
-    cp_size=1,
-    cp_rank=0,
-):
-    """TransformerEngine's function, on a CPU: what its kernel does to ``[s, b, heads, d]``."""
-    assert fused and tensor_format == "sbhd" and start_positions is None and cu_seqlens is None
-    assert cp_size == 1 and cp_rank == 0
+def fused_apply_rotary_pos_emb(t, freqs, transpose_output_memory=False, interleaved=False):
+    """What TransformerEngine's kernel does to ``[s, b, heads, d]``, on a CPU."""
     assert freqs.dim() == 4 and freqs.shape[1:3] == (1, 1) and freqs.dtype == torch.float32
     assert len(t) <= len(freqs)
     out, width = t.float().clone(), freqs.shape[-1]
@@ -172,13 +160,6 @@ def te_apply_rotary_pos_emb(
             sine, cosine = freqs[s, 0, 0, i].sin(), freqs[s, 0, 0, i].cos()
             out[s, :, :, i] = t[s, :, :, i] * cosine + sign * t[s, :, :, other] * sine
     return out.to(t.dtype)
-
-
-def fused_apply_rotary_pos_emb(t, freqs, transpose_output_memory=False, interleaved=False):
-    """What megatron-core makes of TransformerEngine's function."""
-    return te_apply_rotary_pos_emb(
-        t, freqs, tensor_format="sbhd", interleaved=interleaved, fused=True
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,12 +6,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from megatron_hdp.data.steps import planning
 from megatron_hdp.megatron.execution.executor import HdpExecutor
 from megatron_hdp.megatron.step import hdp_steps
 from megatron_hdp.options import flag_of
-from megatron_hdp.planner import CostModel, make_plan
+from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.health.agreement import DisagreementError
 from megatron_hdp.training import loop
 from megatron_hdp.training.loop import pretrain
@@ -30,13 +31,16 @@ def arguments(prefix, **overrides):
 
 def plan_otherwise(problem, strategy):
     """A valid plan, not the one that the other ranks make."""
-    return make_plan(problem, "naive")
+    return MAKE_PLAN(problem, "naive")
+
+
+MAKE_PLAN = planning.make_plan
 
 
 def outcome(run, rank, odd_run, odd_plan):
     """Body of a rank: what it raised, and whether a micro-batch was begun."""
-    is_odd = rank_number() == rank
-    planner = plan_otherwise if odd_plan and is_odd else make_plan
+    is_odd = dist.get_rank() == rank
+    planner = plan_otherwise if odd_plan and is_odd else MAKE_PLAN
     with (
         mock.patch.object(planning, "make_plan", planner),
         mock.patch.object(HdpExecutor, "run", autospec=True, side_effect=HdpExecutor.run) as began,
@@ -49,18 +53,6 @@ def outcome(run, rank, odd_run, odd_plan):
     return error, began.called
 
 
-def rank_number():
-    import torch.distributed as dist
-
-    return dist.get_rank()
-
-
-def lines_of(error):
-    """The facts that differ, by name."""
-    lines = (line.strip() for line in error.splitlines() if line.startswith("  "))
-    return dict(line.split(": ", 1) for line in lines)
-
-
 def check(run_ranks, run, odd_run, odd_plan=False):
     """Runs with one odd rank; returns the facts that differ, as every rank named them."""
     outcomes = run_ranks(NUM_RANKS, outcome, run, ODD_RANK, odd_run, odd_plan)
@@ -70,7 +62,8 @@ def check(run_ranks, run, odd_run, odd_plan=False):
     assert error is not None, "the ranks ran different things and nobody noticed"
     assert not any(began for _, began in outcomes)
     assert "expected" in error and "start every rank with the same" in error
-    facts = lines_of(error)
+    lines = (line.strip() for line in error.splitlines() if line.startswith("  "))
+    facts = dict(line.split(": ", 1) for line in lines)
     for values in facts.values():
         assert f"on rank {ODD_RANK}" in values and "on ranks 0, 2" in values, values
     return set(facts)
@@ -86,16 +79,14 @@ def test_another_plan(run_ranks, prefix):
     assert check(run_ranks, run, run, odd_plan=True) == {"plan"}
 
 
-def test_other_data(run_ranks, prefix, tmp_path):
+@pytest.mark.parametrize(
+    "lengths",
+    [[*LENGTHS[:-1], LENGTHS[-1] - 1], [*LENGTHS, *range(5, 15)]],
+    ids=["other", "more"],
+)
+def test_other_data(run_ranks, prefix, tmp_path, lengths):
     (tmp_path / "other").mkdir()
-    other = write_corpus(tmp_path / "other", [*LENGTHS[:-1], LENGTHS[-1] - 1])
-    facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
-    assert facts == {"sequences of corpus", TOKENS}
-
-
-def test_more_data(run_ranks, prefix, tmp_path):
-    (tmp_path / "other").mkdir()
-    other = write_corpus(tmp_path / "other", [*LENGTHS, *range(5, 15)])
+    other = write_corpus(tmp_path / "other", lengths)
     facts = check(run_ranks, arguments(prefix), replace(arguments(prefix), data_path=(other,)))
     assert facts == {"sequences of corpus", TOKENS}
 
@@ -172,15 +163,11 @@ def test_ranks_that_agree_run(run_ranks, prefix):
     assert any(began for _, began in outcomes)
 
 
-def agree_on_everything(facts, device):
-    return None
-
-
 def outcome_unchecked(*args):
     """Body of a rank: `outcome` when ranks do not compare what they planned."""
     with (
-        mock.patch.object(hdp_steps, "require_agreement", agree_on_everything),
-        mock.patch.object(loop, "require_agreement", agree_on_everything),
+        mock.patch.object(hdp_steps, "require_agreement"),
+        mock.patch.object(loop, "require_agreement"),
     ):
         return outcome(*args)
 

@@ -1,8 +1,6 @@
 """Runs that learn while they train, on real ranks of which one is slow."""
 
-import io
 import time
-from contextlib import redirect_stdout
 from dataclasses import replace
 from unittest import mock
 
@@ -17,22 +15,16 @@ from megatron_hdp.options.hdp import ONLINE
 from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.health import DisagreementError
 from megatron_hdp.training.loop import pretrain
+from tests.gradient_equivalence.cases import ACROSS, PP2, TP2, virtual
 from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
 from tests.support.ranks import RankError
 from tests.support.sources import WEIGHTS, data_file, mixed_arguments, write_sources
+from tests.training import runs
 
 SECONDS_PER_TOKEN = 2e-4
 SLOW_RANK = 1
-VIRTUAL = {
-    "pipeline_model_parallel_size": 2,
-    "num_layers": 4,
-    "num_virtual_stages_per_pipeline_rank": 2,
-}
-LAYOUTS = {
-    "pipeline": {"pipeline_model_parallel_size": 2},
-    "virtual": VIRTUAL,
-    "tensor": {"tensor_model_parallel_size": 2},
-}
+VIRTUAL = virtual(2)
+LAYOUTS = {"pipeline": PP2, "virtual": VIRTUAL, "tensor": TP2}
 PLAIN_AND_VIRTUAL = [
     pytest.param(2, {}, id="plain"),
     pytest.param(4, VIRTUAL, id="virtual", marks=pytest.mark.slow),
@@ -60,13 +52,8 @@ def slowed(speeds):
 
 def trained(arguments, speeds):
     """Body of a rank: metrics of every step, and the log."""
-    log = io.StringIO()
-    with (
-        redirect_stdout(log),
-        mock.patch.object(HdpExecutor, "_forward_step", slowed(speeds)),
-    ):
-        found = pretrain(arguments)
-    return found, log.getvalue()
+    with mock.patch.object(HdpExecutor, "_forward_step", slowed(speeds)):
+        return runs.trained(arguments)
 
 
 @pytest.fixture
@@ -100,13 +87,8 @@ def observed_as(speeds):
 
 def trained_without_a_clock(arguments, speeds):
     """Body of a rank: like `trained`, and every run measures the same."""
-    log = io.StringIO()
-    with (
-        redirect_stdout(log),
-        mock.patch.object(learning.Learning, "_observation", observed_as(speeds)),
-    ):
-        found = pretrain(arguments)
-    return found, log.getvalue()
+    with mock.patch.object(learning.Learning, "_observation", observed_as(speeds)):
+        return runs.trained(arguments)
 
 
 def planned(found):
@@ -229,9 +211,8 @@ def with_odd_flags(arguments, odd):
 
 
 def test_experts_across_ranks_are_refused(run_ranks, prefix):
-    experts = {**EXPERTS, "expert_model_parallel_size": 2}
     with pytest.raises(RankError, match="found experts across 2 HDP ranks, expected them inside"):
-        run_ranks(2, trained_without_a_clock, run(prefix, **experts), (1.0, 1.0))
+        run_ranks(2, trained_without_a_clock, run(prefix, **EXPERTS, **ACROSS), (1.0, 1.0))
 
 
 def test_a_plan_of_the_users_own_is_refused(run_ranks, tmp_path):

@@ -1,90 +1,27 @@
-"""What a failed source did not give leaves no trace in a step, wherever it was missed."""
+"""What a failed source did not give is left out of a step once, wherever it was missed.
+
+Gradients of such a step: rows of `tests.gradient_equivalence.cases`.
+"""
 
 import io
 from contextlib import redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.data.mixture import BatchSize, Position
-from megatron_hdp.data.steps import LostSource, read_step
-from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.step import open_split, split_specs
+from megatron_hdp.data.steps import LostSource
 from megatron_hdp.megatron.step.left_out import LeftOutOfSteps
 from megatron_hdp.megatron.step.loading import loaders_spec
-from tests.support import gradients
 from tests.support.rank_steps import rank_steps
 from tests.support.ranks import RankError
 from tests.support.sources import WEIGHTS, data_file, mixed_arguments, write_sources
-
-TOLERANCE = 1e-10
-CHAT = 1  # its place among the sources
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_sources(tmp_path_factory.mktemp("sources"))
-
-
-def read_without_chat(totals, share, reader, source):
-    """Misses all conversations; of one that a ring holds, its first rank alone does."""
-    found, ids = read_step(totals, share, reader, source), []
-    for slot in range(share.num_slots):
-        begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
-        if share.ring_of(slot)[0] != share.hdp_rank:
-            begin += int(share.num_sharded[slot])
-        mine = slice(begin, end)
-        ids += share.ids[mine][share.sources[mine] == CHAT].tolist()
-    return replace(found, lost=(LostSource("chat", "planted", tuple(ids)),)) if ids else found
-
-
-def drawn_without_chat(arguments):
-    corpus = open_split(arguments, split_specs(arguments)["train"])
-    batch = BatchSize(arguments.global_batch_size)
-    step = corpus.mixture(corpus.orders(), batch, arguments.seed).step(Position())
-    for source, one in zip(step.sources.tolist(), DRAWN(arguments), strict=True):
-        if source != CHAT:
-            yield one
-
-
-DRAWN = gradients.drawn_sequences
-
-
-def error_without_chat(arguments, reads_whole_step=False):
-    """Body of a rank: the largest error against a step without conversations, and the log."""
-    parallel.initialise(arguments)
-    said = io.StringIO()
-    with redirect_stdout(said):
-        reader = read_step if reads_whole_step else read_without_chat
-        fault = ("megatron_hdp.data.steps.loaders.read_step", reader)
-        report, found = gradients.hdp_step(arguments, fault)
-    with mock.patch.object(gradients, "drawn_sequences", drawn_without_chat):
-        expected = gradients.reference_on_first_rank(arguments)
-    figures = {name: one.tokens for name, one in report.sources.items()}
-    if expected is None:
-        return None
-    return gradients.largest_error((report.loss, found), expected), said.getvalue(), figures
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(3, {}), (4, {"pipeline_model_parallel_size": 2})], ids=["rings", "pp2"]
-)
-def test_gradients_are_those_of_a_step_that_never_had_it(run_ranks, folder, ranks, layout):
-    arguments = mixed_arguments(folder, data_file(folder), **layout)
-    error, said, tokens = run_ranks(ranks, error_without_chat, arguments)[0]
-    assert error <= TOLERANCE
-    assert tokens["chat"] == 0 and tokens["web"] > 0
-    (line,) = [one for one in said.splitlines() if "chat" in one]
-    assert line.startswith("source 'chat' has failed (planted): ")
-    assert line.endswith(" of its sequences are left out of step 1")
-
-
-def test_a_step_that_has_it_fails_the_check(run_ranks, folder):
-    arguments = mixed_arguments(folder, data_file(folder))
-    assert run_ranks(2, error_without_chat, arguments, True)[0][0] > 1e-6
 
 
 def test_loaders_in_the_ranks_refuse_the_policy(folder):

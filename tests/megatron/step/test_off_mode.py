@@ -15,6 +15,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.model import building as hdp_model
@@ -34,7 +49,6 @@ PADDED_VOCABULARY = 384
 LR, MIN_LR, WARMUP = 5e-3, 1e-3, 2
 SEED = 77
 EXPERTS = {  # losses of routers that HDP refuses
-    "num_moe_experts": 4,
     "moe_ffn_hidden_size": 32,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.1,
@@ -43,22 +57,24 @@ EXPERTS = {  # losses of routers that HDP refuses
     "add_bias_linear": False,
     "expert_model_parallel_size": 2,
 }
-EXPERT_NAMES = {"num_moe_experts": "num_experts"}
+SHAPE = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 64, "num_attention_heads": 4}
+SHAPE |= {"init_method_std": 0.1, "attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 
 def plain_run(prefix, bf16=False, distributed_optimizer=False, experts=False):
     """Trains with megatron.core alone; returns every step's loss and the final weights."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2 if experts else 1)
     torch.manual_seed(SEED)
     tensor_parallel.model_parallel_cuda_manual_seed(SEED)
-    gpt, config = plain_model(bf16, EXPERTS if experts else {})
-    model = DistributedDataParallel(config, plain_ddp_config(bf16, distributed_optimizer), gpt)
-    optimizer = get_megatron_optimizer(plain_optimizer_config(bf16, distributed_optimizer), [model])
+    dtype = {"bf16": bf16, "params_dtype": torch.bfloat16 if bf16 else torch.float32}
+    sharded = {"use_distributed_optimizer": distributed_optimizer}
+    gpt, config = plain_model(dtype, EXPERTS | {"num_moe_experts": 4} if experts else {})
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=bf16, overlap_grad_reduce=distributed_optimizer, **sharded
+    )
+    model = DistributedDataParallel(config, ddp_config, gpt)
+    adam = {"optimizer": "adam", "lr": LR, "min_lr": MIN_LR, "weight_decay": 0.01, "clip_grad": 1.0}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**adam, **dtype, **sharded), [model])
     scheduler = plain_scheduler(optimizer)
     batches = plain_batches(plain_dataset(prefix))
     config.no_sync_func = model.no_sync
@@ -83,30 +99,14 @@ def plain_run(prefix, bf16=False, distributed_optimizer=False, experts=False):
     return losses, weights_of(model)
 
 
-def plain_model(bf16, experts):
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
-
-    dtype = torch.bfloat16 if bf16 else torch.float32
+def plain_model(dtype, experts):
+    unfused = ("gradient_accumulation", "masked_softmax", "bias_activation", "bias_dropout")
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        ffn_hidden_size=64,
-        num_attention_heads=4,
-        init_method_std=0.1,
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=bf16,
+        **SHAPE,
+        **dtype,
+        pipeline_dtype=dtype["params_dtype"],
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
+        **{f"{name}_fusion": False for name in unfused},
         finalize_model_grads_func=finalize_model_grads,
         **experts,
     )
@@ -117,38 +117,12 @@ def plain_model(bf16, experts):
         max_sequence_length=SEQ_LENGTH,
         share_embeddings_and_output_weights=True,
         position_embedding_type="rope",
-    ).to(dtype)
-    return (Float16Module(config, gpt) if bf16 else gpt), config
-
-
-def plain_ddp_config(bf16, distributed_optimizer):
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=bf16,
-        use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=distributed_optimizer,
-    )
-
-
-def plain_optimizer_config(bf16, distributed_optimizer):
-    from megatron.core.optimizer import OptimizerConfig
-
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=LR,
-        min_lr=MIN_LR,
-        weight_decay=0.01,
-        clip_grad=1.0,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=distributed_optimizer,
-    )
+    ).to(config.params_dtype)
+    return (Float16Module(config, gpt) if config.bf16 else gpt), config
 
 
 def plain_scheduler(optimizer):
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
+    weight_decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_style": "constant"}
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -157,21 +131,17 @@ def plain_scheduler(optimizer):
         lr_warmup_steps=WARMUP,
         lr_decay_steps=STEPS,
         lr_decay_style="cosine",
-        start_wd=0.01,
-        end_wd=0.01,
         wd_incr_steps=STEPS,
-        wd_incr_style="constant",
+        **weight_decay,
     )
 
 
 def plain_dataset(prefix):
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-
     tokenizer = SimpleNamespace(
         eod=256, pad=-1, vocab_size=VOCABULARY, unique_identifiers=OrderedDict(name="plain")
+    )
+    unchanged = dict.fromkeys(
+        ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False
     )
     config = GPTDatasetConfig(
         random_seed=SEED,
@@ -179,9 +149,7 @@ def plain_dataset(prefix):
         blend=([prefix], None),
         split="1,0,0",
         tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
+        **unchanged,
     )
     sizes = [BATCH * STEPS, 0, 0]
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
@@ -214,40 +182,17 @@ def weights_of(model):
 
 def stock_arguments(prefix, bf16=False, distributed_optimizer=False, experts=False):
     """The same run in the training command's words."""
-    return tiny_arguments(
-        prefix,
-        hybrid_data_parallel=False,
-        hdp_tokens_per_rank=None,
-        fp64=False,
-        bf16=bf16,
-        use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=distributed_optimizer,
-        ffn_hidden_size=64,
-        num_query_groups=4,
-        group_query_attention=False,
-        seq_length=SEQ_LENGTH,
-        max_position_embeddings=SEQ_LENGTH,
-        normalization="LayerNorm",
-        swiglu=False,
-        untie_embeddings_and_output_weights=False,
-        init_method_std=0.1,
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
-        seed=SEED,
-        micro_batch_size=MICRO_BATCH,
-        global_batch_size=BATCH,
-        train_iters=STEPS,
-        lr_decay_iters=STEPS,
-        lr=LR,
-        min_lr=MIN_LR,
-        lr_warmup_iters=WARMUP,
-        lr_decay_style="cosine",
-        **(
-            {EXPERT_NAMES.get(name, name): value for name, value in EXPERTS.items()}
-            if experts
-            else {}
-        ),
-    )
+    settings = {"hybrid_data_parallel": False, "hdp_tokens_per_rank": None, "seed": SEED}
+    settings |= {"fp64": False, "bf16": bf16, "normalization": "LayerNorm", "swiglu": False}
+    settings |= {"num_query_groups": 4, "group_query_attention": False}
+    settings |= {"seq_length": SEQ_LENGTH, "max_position_embeddings": SEQ_LENGTH}
+    settings |= {"untie_embeddings_and_output_weights": False, "lr": LR, "min_lr": MIN_LR}
+    settings |= {"use_distributed_optimizer": distributed_optimizer}
+    settings |= {"overlap_grad_reduce": distributed_optimizer}
+    settings |= {"micro_batch_size": MICRO_BATCH, "global_batch_size": BATCH}
+    settings |= {"train_iters": STEPS, "lr_decay_iters": STEPS, "lr_warmup_iters": WARMUP}
+    settings |= EXPERTS | {"num_experts": 4} if experts else {}
+    return tiny_arguments(prefix, **SHAPE, **settings, lr_decay_style="cosine")
 
 
 def our_run(arguments):

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from megatron_hdp.data.steps import padding_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.step import setup
-from megatron_hdp.planner import CostModel
+from megatron_hdp.planner import CostModel, make_plan
 from megatron_hdp.runtime.offload.host_pool import HostPool
 from megatron_hdp.runtime.timeline import Timeline
+from tests.gradient_equivalence.case import LENGTHS, ROOM
+from tests.gradient_equivalence.cases import PARTS
 from tests.support.gradients import (
     VOCABULARY,
     hdp_step,
@@ -23,13 +26,11 @@ from tests.support.gradients import (
     write_corpus,
 )
 
-LENGTHS = [1, 2, 30, 100, 64, 65, 7, 200, 129]
-CAPACITY = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
 VIRTUAL = {"num_virtual_stages_per_pipeline_rank": 2}
 
 
 def planned_offload(arguments):
-    """A step under the strategy's own plan: (bytes offloaded, most micro-batches on a rank).
+    """A step under the strategy's own plan: bytes offloaded, micro-batches, layers planned for.
 
     And who asked for slabs of host memory.
     """
@@ -40,31 +41,39 @@ def planned_offload(arguments):
         askers.append(sys._getframe(1).f_code.co_name)
         return add_slab(pool, size)
 
-    report, _ = hdp_step(arguments, (f"{HostPool.__module__}.HostPool._add_slab", noting))
-    return report.offloaded_bytes, report.micro_batches_max, askers
+    with mock.patch("megatron_hdp.data.steps.planning.make_plan", wraps=make_plan) as planned:
+        report, _ = hdp_step(arguments, (f"{HostPool.__module__}.HostPool._add_slab", noting))
+    layers = planned.call_args.args[0].cost_model.num_layers
+    return report.offloaded_bytes, report.micro_batches_max, layers, askers
 
 
-@pytest.mark.parametrize("stages, virtual", [(1, {}), (2, {}), (2, VIRTUAL)])
-def test_the_strategy_plans_offload_and_the_step_runs_it(run_ranks, tmp_path, stages, virtual):
-    """A sequence of twice the capacity of both ranks fits only with offload."""
-    prefix = write_corpus(tmp_path, [300, 20, 30])
-    settings = {
-        "num_layers": 6 * stages,
-        "seq_length": 300,
-        "max_position_embeddings": 300,
-        "hdp_tokens_per_rank": 80,
-        "pipeline_model_parallel_size": stages,
-    } | virtual
-    cost = CostModel(
-        a=1e-3, b=1e-3, kv_bytes_per_token=1, activation_bytes_per_token=1.0, num_layers=6
-    )
+PLANNED = {  # layers, stages, the rest, layers that the cost model is for and that are planned for
+    "alone": (6, 1, {}, 6, 6),
+    "stages": (12, 2, {}, 6, 6),
+    "virtual": (12, 2, VIRTUAL, 6, 6),
+    "uneven": (7, 2, {PARTS: "Et*3|t*4L"}, 4, 3),
+    "uneven-virtual": (7, 2, {PARTS: "E|t|t*3|t*3,L"}, 4, 3),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_strategy_plans_offload_and_the_step_runs_it(run_ranks, tmp_path, name):
+    """A sequence beyond the capacity of both ranks fits only with offload.
+
+    It is planned for the stage of the fewest layers, by a cost model of the one that has most.
+    """
+    num_layers, stages, more, of_costs, planned = PLANNED[name]
+    longest = 300 if of_costs == planned else 180
+    settings = {"seq_length": longest, "max_position_embeddings": longest, "num_layers": num_layers}
+    settings |= {"hdp_tokens_per_rank": 80, "pipeline_model_parallel_size": stages} | more
+    costs = {"a": 1e-3, "b": 1e-3, "kv_bytes_per_token": 1, "activation_bytes_per_token": 1.0}
     path = tmp_path / "cost.json"
-    path.write_bytes(cost.to_json())
+    path.write_bytes(CostModel(**costs, num_layers=of_costs).to_json())
+    prefix = write_corpus(tmp_path, [longest, 20, 30])
     arguments = tiny_arguments(prefix, hdp_offload="auto", hdp_cost_model=path, **settings)
     found = run_ranks(2 * stages, planned_offload, arguments)
-    for offloaded_bytes, micro_batches, askers in found:
-        assert offloaded_bytes > 0
-        assert micro_batches > 0
+    for offloaded_bytes, micro_batches, layers, askers in found:
+        assert offloaded_bytes > 0 and micro_batches > 0 and layers == planned
         assert set(askers) == {"reserve"}, "host memory was asked for inside of a forward"
 
 
@@ -74,7 +83,7 @@ def test_a_cost_model_of_other_layers_is_refused(run_ranks, tmp_path, offload, b
     path = tmp_path / "cost.json"
     path.write_bytes(CostModel(a=1.0, b=1.0, kv_bytes_per_token=1, block_s=block_s).to_json())
     arguments = tiny_arguments(
-        prefix, hdp_offload=offload, hdp_cost_model=path, **CAPACITY | {"num_layers": 4}
+        prefix, hdp_offload=offload, hdp_cost_model=path, **ROOM | {"num_layers": 4}
     )
     with pytest.raises(Exception, match="num_layers 1, expected the 4 layers"):
         run_ranks(1, planned_offload, arguments)

@@ -1,14 +1,19 @@
-"""What attention is told of a run before the first step."""
+"""Before the first step: what attention is asked for, the same on all ranks; long steps."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace
-from megatron_hdp.megatron.step import setup
-from megatron_hdp.runtime.attention import RunShapes
+from megatron_hdp.megatron.step import preparation, setup
+from megatron_hdp.planner import CostModel
+from megatron_hdp.runtime.attention import RunShapes, Selection
+from megatron_hdp.training.loop import pretrain
+from tests.support.gradients import tiny_arguments, write_corpus
 
 PLACE = RankPlace(
     hdp_rank=3,
@@ -51,3 +56,78 @@ SHAPES = RunShapes(*KIND, heads=8, kv_heads=2, longest=65_536, tokens_per_rank=8
 )
 def test_what_attention_is_asked_for(changes, expected):
     assert setup._shapes_of(replace(ARGUMENTS, **changes), PLACE) == expected
+
+
+class Named:
+    def __init__(self, name):
+        self.name = name
+
+
+def take(names):
+    name = names[dist.get_rank()]
+    refused = {} if name == "transformer-engine 2.20.2" else {"transformer-engine": "OSError: no"}
+    try:
+        setup._require_one_attention(Selection(Named(name), refused))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", ["torch-flash", "transformer-engine 2.20.2"])
+def test_equal_ones_pass(run_ranks, name):
+    assert run_ranks(2, take, [name] * 2) == [None, None]
+
+
+def test_every_rank_raises_and_says_who_differs(run_ranks):
+    names = ["transformer-engine 2.20.2", "transformer-engine 2.20.2", "torch-flash"]
+    errors = run_ranks(3, take, names)
+    assert errors[0] == errors[1] == errors[2]
+    for expected in (
+        "rank 0 by transformer-engine 2.20.2",
+        "rank 2 by torch-flash; not transformer-engine: OSError: no",
+        "--hdp-attention",
+    ):
+        assert expected in errors[0]
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(preparation, "say", lines.append)
+    return lines
+
+
+def test_short_steps_are_not_told(said):
+    one = preparation.LongStepWarning(10)
+    one.check(0.0, "is planned to take")
+    one.check(299.9, "took")
+    assert not said
+
+
+def test_a_long_step_is_told_once(said):
+    one = preparation.LongStepWarning(10)
+    one.check(900.0, "is planned to take")
+    one.check(900.0, "took")
+    (line,) = said
+    assert "a step is planned to take 900 s" in line
+    assert "found --distributed-timeout-minutes 10, expected at least 31" in line
+    again = preparation.LongStepWarning(31)
+    again.check(900.0, "took")
+    assert len(said) == 1, "what is expected is enough"
+
+
+def trained(arguments):
+    lines = []
+    with mock.patch.object(preparation, "say", lines.append):
+        pretrain(arguments)
+    return lines
+
+
+def test_a_run_looks_at_the_plan_of_its_first_step(run_ranks, tmp_path):
+    slow = CostModel(a=1.0, b=1.0, kv_bytes_per_token=1.0)
+    (tmp_path / "slow.json").write_bytes(slow.to_json())
+    arguments = tiny_arguments(write_corpus(tmp_path, [30, 20, 10]), train_iters=2)
+    found = run_ranks(1, trained, replace(arguments, hdp_cost_model=tmp_path / "slow.json"))
+    ((line,),) = found
+    assert line.startswith("warning: a step is planned to take 1,460 s")
+    assert "expected at least 50" in line
