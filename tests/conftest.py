@@ -11,13 +11,15 @@ import pytest
 
 from tests.support import ranks
 
-hypothesis.settings.register_profile("suite", deadline=None)  # no test depends on a time
+hypothesis.settings.register_profile(  # no test depends on a time
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("suite")
 
 _SLOW = "slow tests left out"
 _LONG = (
     *("tests/megatron/lm", "tests/scripts", "tests/megatron", "tests/training"),
-    "tests/planner/test_cpp.py",
+    "tests/test_cpp.py",
 )
 
 

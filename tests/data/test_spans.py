@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.data import spans as module
@@ -72,7 +72,6 @@ lists_of_documents = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(documents=lists_of_documents, data=st.data())
 def test_many_counts_at_once(documents, data, tmp_path_factory):
     spans = Spans(write(tmp_path_factory.getbasetemp() / "many.spans", documents))

@@ -17,7 +17,7 @@ from megatron_hdp.data_plane.roles import LoaderFigures
 from megatron_hdp.data_plane.setup import SplitSetup
 from tests.support.thread_plane import plan_settings
 
-unhurried = settings(deadline=None, max_examples=50)
+examples = settings(max_examples=50)
 
 
 def back(kind, value):
@@ -62,7 +62,7 @@ def test_a_setup_comes_back(setup):
         assert to_plain(back(SplitSetup, one)) == to_plain(one)
 
 
-@unhurried
+@examples
 @given(
     st.builds(Reader, hdp_rank=st.integers(0, 2**40), vocab_size=st.integers(1, 2**63 - 1)),
     st.builds(LoaderFigures, busy_s=st.floats(0, 1e300)),

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.megatron import parallel
@@ -136,10 +136,7 @@ def check_batch(run_ranks, case):
     assert max(errors) <= TOLERANCE, errors
 
 
-SLOW_TO_CHECK = [HealthCheck.too_slow]
-
-
-@settings(max_examples=2, deadline=None, suppress_health_check=SLOW_TO_CHECK, derandomize=True)
+@settings(max_examples=2, derandomize=True)
 @given(case=batches())
 def test_gradients_of_a_few_batches(run_ranks, case):
     check_batch(run_ranks, case)
@@ -147,7 +144,7 @@ def test_gradients_of_a_few_batches(run_ranks, case):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW_TO_CHECK)
+@settings(max_examples=200)
 @given(case=batches())
 def test_gradients_of_many_batches(run_ranks, case):
     check_batch(run_ranks, case)

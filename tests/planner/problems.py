@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, Figures, Plan, plan, tight_bound_s
@@ -16,12 +16,7 @@ from tests.support.random_plans import random_plan
 
 def repeatable(examples: int) -> settings:
     """Settings of a property's test: the same examples in every run, however long each takes."""
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    return settings(max_examples=examples, derandomize=True)
 
 
 EXECUTED_STRATEGIES = ("static", "naive", "bytescale", "dp-balance")

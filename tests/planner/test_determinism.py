@@ -1,13 +1,10 @@
 """One problem has one plan: in any process, in any number of threads, whatever else runs."""
 
 import ctypes
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ from megatron_hdp.planner import plan
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.problem import Problem
 from tests.planner.problems import EXECUTED_STRATEGIES, fixed_problems
+from tests.support.processes import run_python
 
 STRATEGIES = (*EXECUTED_STRATEGIES, "dynamic-cp")
 
@@ -32,14 +30,7 @@ def fingerprints() -> list[int]:
 @pytest.mark.parametrize(("hash_seed", "num_threads"), [("1", "1"), ("2", "4")])
 def test_other_processes_make_the_same_plans(hash_seed: str, num_threads: str) -> None:
     code = "from tests.planner.test_determinism import fingerprints; print(*fingerprints())"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": num_threads},
-        cwd=Path(__file__).parents[2],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    result = run_python("-c", code, PYTHONHASHSEED=hash_seed, OMP_NUM_THREADS=num_threads)
     assert list(map(int, result.stdout.split())) == fingerprints()
 
 

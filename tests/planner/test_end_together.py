@@ -72,7 +72,7 @@ def test_reductions_of_two_communicators_begin_in_one_order_everywhere():
     assert not hangs(step, overlaps, always, "by layer")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=14),
     ranks=st.sampled_from([2, 3, 4, 6]),

@@ -27,7 +27,7 @@ def check(made, lists, *, aligned, lockstep_ranks):
     assert (counts == counts[:, :1]).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     ranks=st.sampled_from([1, 2, 3, 4, 6]),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, RING, TRANSFER, Case, Room, cases_of
@@ -121,7 +121,6 @@ ROOMS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(ROOMS)
 def test_they_fit(room):
     for case in cases_of(room):
@@ -137,7 +136,6 @@ def test_they_fit(room):
         assert (case.degree > 1) == (case.kind == RING)
 
 
-@settings(deadline=None)
 @given(ROOMS)
 def test_each_is_run_once_and_is_fitted_or_held_out(room):
     cases = cases_of(room)

@@ -109,14 +109,14 @@ def talks_with_tools(draw):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(messages=plain_talks())
 def test_plain_talks(name, messages, every):
     assert_as_believed(name, every[name].render({"messages": messages}), messages)
 
 
 @pytest.mark.parametrize("name", [name for name, one in WRITTEN.items() if one.takes_tools])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(messages=talks_with_tools())
 def test_talks_with_tools(name, messages, every):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]

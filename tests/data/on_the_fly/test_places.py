@@ -41,7 +41,7 @@ def prepared(path):
 
 
 @given(LINES, st.booleans(), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_lines_that_are_not_blank(tmp_path_factory, lines, ends, block):
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
     path.write_text("\n".join(lines) + ("\n" if ends else ""), newline="")

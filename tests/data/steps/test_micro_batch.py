@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.mixture import Position, Step
@@ -14,7 +14,7 @@ from megatron_hdp.planner import MicroBatch, Plan, chunk_tokens, plan
 from megatron_hdp.planner.lockstep import PADDING
 
 # A busy machine is no failure.
-unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+examples = settings(max_examples=60)
 
 
 class CountingFile:
@@ -182,7 +182,7 @@ def check_cover(plan_, step_sequences, table, file):
     assert set(held.values()) | set(labelled.values()) <= {1}
 
 
-@unhurried
+@examples
 @given(
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=12).filter(any),
     ranks=st.integers(1, 5),
@@ -246,7 +246,7 @@ def rings_with_local_sequences(draw):
     return lengths, micro_batch
 
 
-@unhurried
+@examples
 @given(rings_with_local_sequences(), st.sampled_from([1, 4]), st.sampled_from(["split", "error"]))
 def test_rings_with_local_sequences_make_up_the_documents(case, slice_multiple, policy):
     lengths, micro_batch = case

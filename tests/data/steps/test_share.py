@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.mixture import Position, Step
@@ -24,7 +24,7 @@ from tests.support import machine
 from tests.support.random_plans import random_plan
 from tests.support.rank_steps import rank_steps
 
-unhurried = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+examples = settings(max_examples=80)
 COLUMNS = ("sources", "rows", "starts", "lengths", "num_labels", "num_loss_tokens")
 
 
@@ -76,7 +76,7 @@ def cut_steps(draw):
     return step, made, StepShares(step, made, is_aligned=is_aligned), is_aligned
 
 
-@unhurried
+@examples
 @given(cut_steps())
 def test_pieces_are_exactly_what_reading_asks_for(found):
     step, made, shares, _ = found
@@ -93,7 +93,7 @@ def test_pieces_are_exactly_what_reading_asks_for(found):
         assert all(getattr(pieces, one.name).dtype == np.int64 for one in fields(pieces))
 
 
-@unhurried
+@examples
 @given(cut_steps(), st.randoms())
 def test_shares_cut_alone_equal_those_cut_together(found, random):
     _, made, shares, _ = found
@@ -111,7 +111,7 @@ def test_shares_cut_alone_equal_those_cut_together(found, random):
     assert shares.of([]) == []
 
 
-@unhurried
+@examples
 @given(cut_steps())
 def test_all_shares_cover_the_step(found):
     step, made, shares, is_aligned = found

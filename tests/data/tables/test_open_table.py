@@ -22,11 +22,7 @@ from megatron_hdp.data.tables.cutting import Cutting, Survey
 from megatron_hdp.runtime.health import fingerprint
 from tests.data.tables.pairs import everything, open_table, write_index, write_pair
 
-# A busy machine is no failure.
-unhurried = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 corpora = st.lists(st.lists(st.integers(0, 12), max_size=4), min_size=1, max_size=12)
 
 
@@ -65,7 +61,7 @@ def cuttings(draw):
     return documents, dict(max_length=most, long_sequence=policy, documents=part)
 
 
-@unhurried
+@shared_folder
 @given(cuttings(), st.integers(1, 5))
 def test_every_table_is_that_of_the_reference(tmp_path_factory, case, piece):
     documents, options = case

@@ -77,7 +77,7 @@ def backend(request):
     return trained(*request.param), compiled_for_ascii(request.param[0] or KNOWN_PATTERNS[0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXTS)
 def test_ids_are_those_of_the_library(backend, text):
     tokenizer, pattern = backend

@@ -3,9 +3,7 @@
 import json
 import pickle
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +15,8 @@ from megatron_hdp.data.tokenizers import (
     build_tokenizer,
     tokenizer_identity,
 )
+from tests.support.processes import run_python
 
-REPOSITORY = Path(__file__).parents[3]
 DOCUMENTS = ["def f", "", "aé f\n\n", b"f \xff def", "x </s> def f", "  "]
 
 
@@ -274,9 +272,7 @@ def test_the_library_is_left_out_where_the_folder_says_all(hugging_face_folder):
         "pickle.loads(pickle.dumps(made)).tokenize_batch(['def f']); "
         "print({'transformers', 'torch', 'tokenizers'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", program)
     assert done.stdout.strip() == "{'tokenizers'}"
 
 

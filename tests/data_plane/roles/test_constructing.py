@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.mixture import Position
@@ -20,7 +20,7 @@ from tests.support.thread_plane import Loaders, Planner, local_steps, plan_setti
 
 V = 10**6
 WAIT_S = 60.0
-unhurried = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+examples = settings(max_examples=25)
 readers = st.builds(
     Reader,
     hdp_rank=st.integers(0, 4),
@@ -101,7 +101,7 @@ def first(corpus, reader, count, settings=None):
     return local_steps(corpus, settings or plan_settings(), reader, count)
 
 
-@unhurried
+@examples
 @given(
     of_node=st.lists(readers, min_size=1, max_size=7),
     num_loaders=st.lists(st.integers(1, 6), min_size=1, max_size=4),

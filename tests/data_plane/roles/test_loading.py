@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_hdp.data_plane.roles import LoadingService, Wanted
 
-unhurried = settings(deadline=None, max_examples=60)
+examples = settings(max_examples=60)
 
 
 class Table:
@@ -52,7 +52,7 @@ def test_tokens_travel_in_the_narrowest_integers(values, num_bytes):
     assert loaded.num_bytes == num_bytes * len(values)
 
 
-@unhurried
+@examples
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 90), st.integers(0, 9)), max_size=9))
 def test_any_pieces_are_what_the_source_holds(pieces):
     table = Table(np.arange(100) * 700, untrained=3)

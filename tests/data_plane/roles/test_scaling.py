@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data_plane.roles import Scaling, Seen
 
-unhurried = settings(deadline=None, max_examples=100)
+examples = settings(max_examples=100)
 IDLE, BUSY, WELL = Seen(0.05, False, 10), Seen(0.95, False, 10), Seen(0.5, False, 10)
 BEHIND = Seen(0.5, True, 10)
 
@@ -64,7 +64,7 @@ def test_sources_are_looked_at_one_by_one():
     assert found == {"web": 3, "code": 1, "chat": 1}
 
 
-@unhurried
+@examples
 @given(
     bounds=st.tuples(st.integers(1, 4), st.integers(0, 4)),
     memory_mb=st.integers(1, 3000),

@@ -5,15 +5,13 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.data.steps import LostSource, RankStep, padding_micro_batch
 from megatron_hdp.data_plane.wire import pack, unpack
 from megatron_hdp.data_plane.wire.layout import ALIGNMENT_BYTES
 from tests.support.rank_steps import differences, rank_steps, with_loss_tokens
-
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def written(step, spare=0):
@@ -29,7 +27,6 @@ def arrays_of(step):
     return [value for value in values if isinstance(value, np.ndarray)]
 
 
-@unhurried
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=12),
     ranks=st.integers(1, 5),

@@ -4,25 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hdp.planner.memory import Job, stage_memory
-from megatron_hdp.planner.shape import ModelShape
+from megatron_hdp.planner.memory import stage_memory
 from tests.planner.blocking import interleaved, one_forward_one_backward
+from tests.support.jobs import job_of
 
-JOB = Job(
-    shape=ModelShape.uniform(
-        num_layers=24,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=4,
-        kv_channels=16,
-        ffn_hidden_size=256,
-        gated=True,
-        vocab_size=1000,
-        tied_embeddings=False,
-    ),
-    num_gpus=8,
-    tokens_per_rank=1024,
-)
+JOB = job_of(24, 64, 1000, num_gpus=8, tokens_per_rank=1024)
 
 
 def most_alive(order):

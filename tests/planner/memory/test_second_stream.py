@@ -5,30 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hdp.planner.memory import Job, fullest_stage, most_tokens_per_rank
+from megatron_hdp.planner.memory import fullest_stage, most_tokens_per_rank
 from megatron_hdp.planner.memory.activations import (
     backward_bytes,
     ring_bytes,
     second_stream_bytes,
     second_stream_kept_of_part,
 )
-from megatron_hdp.planner.shape import ModelShape
+from tests.support.jobs import job_of
 
-JOB = Job(
-    shape=ModelShape.uniform(
-        num_layers=4,
-        hidden_size=1024,
-        num_attention_heads=8,
-        num_query_groups=4,
-        kv_channels=128,
-        ffn_hidden_size=2816,
-        gated=True,
-        vocab_size=32_000,
-        tied_embeddings=True,
-    ),
-    num_gpus=8,
-    tokens_per_rank=8192,
-)
+JOB = job_of(4, 1024, 32_000, tied=True, num_gpus=8, tokens_per_rank=8192)
 LAYER = JOB.shape.layers[0]
 KV, OUTPUT, LSE = 2 * 2 * 512, 2 * 1024, 4 * 8
 """Bytes of a token: keys and values, queries or an output, statistics; in bfloat16."""

@@ -15,7 +15,7 @@ from megatron_hdp.planner.memory import (
 from tests.planner.blocking import interleaved
 from tests.planner.memory.test_alive import JOB
 
-LAYER = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64  # parameters: attention, gated MLP, norms
+LAYER = 2 * 64 * (64 + 32) + 3 * 64 * 176 + 2 * 64  # parameters: attention, gated MLP, norms
 EMBEDDING = 64 * 1000
 
 

@@ -148,7 +148,7 @@ def rows(ranks, steps, seed):
     return np.concatenate([work, seconds[..., None]], axis=2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 70), st.integers(3, 12), st.integers(0, 2**20), st.randoms())
 def test_the_order_of_ranks_does_not_matter(ranks, steps, seed, random):
     order = list(range(ranks))

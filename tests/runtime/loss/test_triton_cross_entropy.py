@@ -1,17 +1,13 @@
 """The Triton kernels of the fused loss against the plain ones; Triton's interpreter on a CPU."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_hdp.runtime.loss.fused_cross_entropy import TorchRows
+from tests.support.processes import run_python
 
-ROOT = Path(__file__).parents[3]
 ROWS = 5
 TOLERANCES = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
 
@@ -74,10 +70,7 @@ def compare_fault():
 def test_kernels_in_the_interpreter(call):
     """In a process of its own: Triton decides on import whether to interpret."""
     code = f"from tests.runtime.loss.test_triton_cross_entropy import *; {call}"
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
+    done = run_python("-c", code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 

@@ -1,7 +1,7 @@
 """Host memory in pieces: no two overlap, neighbours join, and the pool stops growing."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.runtime.offload.host_pool import HostPool
@@ -14,7 +14,6 @@ def span(buffer):
     return start, start + len(buffer.tensor)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, SLAB), st.integers(0, 10)), max_size=60))
 def test_pieces_never_overlap(calls):
     pool, held = HostPool(SLAB), []
@@ -49,7 +48,6 @@ def test_a_slab_that_is_no_power_of_two_is_refused(size):
 PIECE = 512
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 3 * SLAB // PIECE), min_size=1, max_size=40), st.data())
 def test_what_is_reserved_can_be_taken(pieces, data):
     """In any order, beside what is taken already; the pool then holds no more than before."""

@@ -26,7 +26,7 @@ def layouts(draw):
     return made, size
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(layout=layouts(), stages=st.integers(1, 4), chunks=st.integers(1, 3), is_even=st.booleans())
 def test_it_is_what_the_evaluation_finds(layout, stages, chunks, is_even):
     made, size = layout

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_hdp.planner.memory import Job, fullest_stage, stage_memory
+from megatron_hdp.planner.memory import fullest_stage, stage_memory
 from megatron_hdp.planner.pipeline import Pipeline
-from megatron_hdp.planner.shape import ModelShape
 from megatron_hdp.simulator.execution import MemoryCosts, execute
 from tests.simulator.execution.plans import COSTS, plan_of
+from tests.support.jobs import job_of
 
 
 def bytes_of(*row_layers: int) -> MemoryCosts:
@@ -49,23 +49,9 @@ def test_what_left_for_the_host_is_not_here() -> None:
     assert 130.0 in trace.num_bytes.tolist()
 
 
-JOB = Job(
-    shape=ModelShape.uniform(
-        num_layers=8,
-        hidden_size=512,
-        num_attention_heads=8,
-        num_query_groups=4,
-        kv_channels=64,
-        ffn_hidden_size=1408,
-        gated=True,
-        vocab_size=128_256,
-        tied_embeddings=False,
-    ),
-    num_gpus=16,
-    tensor_ranks=2,
-    stages=2,
+JOB = dataclasses.replace(
+    job_of(8, 512, 128_256, num_gpus=16, tensor_ranks=2, stages=2, tokens_per_rank=8192),
     sequence_parallel=True,
-    tokens_per_rank=8192,
 )
 
 

@@ -168,7 +168,7 @@ def slowly(run: StepExecution, lag_s: list[float]) -> dict[tuple[str, int, int],
     return starts
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(), st.sampled_from(["naive", "bytescale", "pp-balance"]), st.data())
 def test_any_plan_on_pipelines(problem: Problem, strategy: str, data: Any) -> None:
     problem = dataclasses.replace(problem, lengths=problem.lengths[:12])

@@ -20,7 +20,7 @@ THIRDS = [name for name in COST_MODELS if name not in ("latency", "blocks", "lat
 """Cost models whose backward takes twice the time of a forward, as the evaluation has it."""
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problems(), st.sampled_from(STRATEGIES))
 def test_without_stages_it_is_the_evaluation(problem: Problem, strategy: str) -> None:
     problem = dataclasses.replace(problem, speeds=())
@@ -36,7 +36,7 @@ def test_without_stages_it_is_the_evaluation(problem: Problem, strategy: str) ->
         assert run.record.bubble_share == pytest.approx(expected.idle_share, abs=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems(), st.sampled_from(STRATEGIES))
 def test_slow_members_take_at_least_what_the_evaluation_says(
     problem: Problem, strategy: str
@@ -47,7 +47,7 @@ def test_slow_members_take_at_least_what_the_evaluation_says(
     np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     problems(),
     st.sampled_from(["pp-balance", "static", "dynamic-cp"]),
@@ -82,7 +82,7 @@ def test_with_stages_it_is_the_evaluation(
     np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(problems(), st.sampled_from(["pp-balance", "static"]), st.integers(2, 3))
 def test_padding_of_virtual_stages_costs_time(problem: Problem, strategy: str, chunks: int) -> None:
     if problem.cost_model not in THIRDS:
@@ -95,7 +95,7 @@ def test_padding_of_virtual_stages_costs_time(problem: Problem, strategy: str, c
     assert len(run.padding_ranks) >= (counts % 2).sum()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problems(offload=True), st.sampled_from(STRATEGIES), st.floats(1.0, 20.0))
 def test_a_slower_network_or_host_is_never_faster(
     problem: Problem, strategy: str, factor: float
@@ -312,7 +312,7 @@ def test_only_the_first_and_the_last_part_decide() -> None:
         assert found == pytest.approx(slowly, rel=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problems(), st.sampled_from(["naive", "bytescale", "dp-balance"]), st.sampled_from([1, 3]))
 def test_ranks_that_may_not_begin_decide_nothing(
     problem: Problem, strategy: str, stages: int
