@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import FileSystemReader
@@ -47,6 +48,7 @@ def test_as_documented(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_it_shows_no_warning_that_users_cannot_act_on(tmp_path):
     save_model("llama3", tmp_path / "Llama-3.1-8B")
     for command in (THERE, BACK):

@@ -154,7 +154,7 @@ def losses(metrics):
     return np.array([step["loss"] for step in metrics])
 
 
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), ON_GPU])
 def test_the_curve_is_that_of_the_cpu(from_weights, device):
     _, metrics = from_weights(device)
     _, reference = from_weights("cpu")

@@ -117,7 +117,7 @@ def curve_of_an_older_release(arguments):
         del ours["position"]
 
     with (
-        mock.patch("megatron_hdp.data.mixture.table_source.LATEST_ORDER", 1),
+        mock.patch("megatron_hdp.data.mixture.source.LATEST_ORDER", 1),
         saving_otherwise(without_version),
     ):
         return curve(arguments)

@@ -109,6 +109,7 @@ def test_a_damaged_file_is_named_on_every_rank(run_ranks, copy, tmp_path, kind):
         assert "--ckpt-step 2" in message and f"megatron-hdp verify {one.load}`" in message
 
 
+@pytest.mark.slow
 def test_going_back_to_the_one_before_replaces_the_damaged_one(run_ranks, saved, copy):
     arguments, folder = copy
     flip(folder / "iter_0000004" / "__0_0.distcp", -1000)

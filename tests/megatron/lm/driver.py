@@ -128,7 +128,7 @@ def _start(run: dict) -> int:
 @contextmanager
 def _older_release() -> Iterator[None]:
     """Within the block, the order of the data has its first version only, which nothing names."""
-    from megatron_hdp.data.mixture import table_source
+    from megatron_hdp.data.mixture import source
     from megatron_hdp.megatron.lm import checkpoint
 
     def remember(order: DataOrder, args: argparse.Namespace) -> None:
@@ -137,7 +137,7 @@ def _older_release() -> Iterator[None]:
 
     original = checkpoint.remember
     with (
-        mock.patch.object(table_source, "LATEST_ORDER", 1),
+        mock.patch.object(source, "LATEST_ORDER", 1),
         mock.patch.object(checkpoint, "remember", remember),
         mock.patch.object(checkpoint, "remember_position", lambda *_: None),
     ):

@@ -66,7 +66,7 @@ def check(
     assert Plan.from_json(made.to_json()).fingerprint() == made.fingerprint()
 
 
-@settings(quickly, max_examples=160)
+@settings(quickly, max_examples=80)
 @given(found=domains() | domains(offload=True))
 def test_rules_hold_and_figures_agree_with_the_evaluator(found) -> None:
     check(*found)

@@ -19,6 +19,7 @@ def script():
         yield module
 
 
+@pytest.mark.slow
 def test_it_sets_what_is_proposed_and_writes_the_page(script, tmp_path, monkeypatch, capsys):
     configs = tmp_path / "configs"
     for models in ("models", "bytescale/models"):
