@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from megatron_hdp.megatron.checkpoint.verification import verify
 from megatron_hdp.megatron.options import parse_arguments
 from tests.convert.models import save_model
 from tests.convert.test_families import same_tensors
+from tests.support.processes import run_python
 
 THERE = "convert --from-hf Llama-3.1-8B --to weights --config llama.yaml"
 BACK = "convert --from weights --to-hf Llama-3.1-8B-again"
@@ -52,13 +51,8 @@ def test_as_documented(tmp_path):
 def test_it_shows_no_warning_that_users_cannot_act_on(tmp_path):
     save_model("llama3", tmp_path / "Llama-3.1-8B")
     for command in (THERE, BACK):
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_hdp.cli.main", *command.split()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        words = "-m", "megatron_hdp.cli.main", *command.split()
+        done = run_python(*words, cwd=tmp_path, PYTHONWARNINGS="")
         assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
 
 
