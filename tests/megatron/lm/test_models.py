@@ -107,7 +107,7 @@ def more(runs, request):
     if {"llama", "yarn", "none"} & set(names):
         names.append("plain")
     if names:
-        drive(runs, [run for name in names for run in of_case(more, name, CASES[name])])
+        drive(runs, [run for name in names for run in of_case(runs, name, CASES[name])])
     return runs
 
 
