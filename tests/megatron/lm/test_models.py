@@ -121,9 +121,8 @@ def of_case(folder, name, case):
     first = f"{name} weights"
     plan = [run(f"{name} first", 1, [] if stock else ONE, plugin=not stock, save=first, steps=3)]
     for key, (ranks, flags) in {"one": (1, ONE), **case.layouts}.items():
-        plan.append(
-            run(f"{name} {key}", ranks, [*flags, "--finetune"], load=first, save=f"{name} {key}")
-        )
+        saved = {"save": f"{name} {key}"} if key in ("one", "apart") else {}
+        plan.append(run(f"{name} {key}", ranks, [*flags, "--finetune"], load=first, **saved))
     for key, (ranks, flags) in RESUMED.items() if name == "windows" else ():
         flags = [*flags, "--ckpt-step", "2"]
         plan.append(run(f"resumed {key}", ranks, flags, load="windows one", save=f"resumed {key}"))
