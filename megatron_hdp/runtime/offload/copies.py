@@ -7,6 +7,7 @@ copy where it says so; nobody else waits for anybody.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
@@ -19,7 +20,7 @@ Copy: TypeAlias = Callable[[], object]
 """Waits for a copy under way: what is computed after the call sees it done."""
 
 
-class CopyEngine:
+class CopyEngine(ABC):
     """Starts copies between tensors ``uint8 [n]``; both must stay as they are until it is done.
 
     Args:
@@ -40,8 +41,9 @@ class CopyEngine:
         """Copies `host` to `device` likewise."""
         return self._copy(TO_DEVICE, device, host)
 
+    @abstractmethod
     def _copy(self, kind: str, target: torch.Tensor, source: torch.Tensor) -> Copy:
-        raise NotImplementedError
+        """Issues the copy; what it returns waits for it."""
 
 
 class ThreadCopyEngine(CopyEngine):
