@@ -447,7 +447,7 @@ def _offload() -> dict[str, Case]:
         "mla-latent-tp2-sp": (4, latent | TP2_SP),
         "mla-latent-experts": (2, EXPERTS | latent),
         "uneven": (4, joined(layers(7), PP2, {PARTS: "Et*3|t*4L"})),
-        "uneven-virtual": (4, joined(layers(9), PP2, {PARTS: "E|tt|t*4|tt,L"})),
+        "uneven-virtual": (4, joined(layers(8), PP2, {PARTS: "E|tt|t*4|tt,L"})),
         "uneven-recompute": (4, joined(layers(8), PP2, RECOMPUTE, {PARTS: "Et*3|t*5L"})),
     }
     return {name: Case(ranks, settings) for name, (ranks, settings) in rows.items()}
