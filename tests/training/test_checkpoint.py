@@ -11,8 +11,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+from megatron_hdp.megatron.checkpoint import checkpoints
 from megatron_hdp.megatron.checkpoint.folder import TRACKER, CheckpointFolder
+from megatron_hdp.megatron.checkpoint.staging import SavesInNewProcesses
 from megatron_hdp.megatron.checkpoint.together import require_shared
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import EXPERTS, write_corpus
@@ -69,10 +72,11 @@ def test_a_context_grows_with_other_positions(run_ranks, tmp_path):
     assert anew[0] == [f"{line}, --no-rope-freq (0, 0) instead of (0, 1)"]
 
 
-def saves(arguments):
+def saves(arguments, queue):
     """Body of a rank: steps whose save began, those whose save became visible, the curve."""
     begun, visible = [], []
     with (
+        mock.patch.object(checkpoints, "AsyncCallsQueue", queue),
         mock.patch.object(CheckpointFolder, "begin", _noting(CheckpointFolder.begin, begun, 1)),
         mock.patch.object(
             CheckpointFolder, "publish", _noting(CheckpointFolder.publish, visible, 2)
@@ -92,11 +96,16 @@ def _noting(method, notes, index):
     return noting
 
 
-def test_asynchronous_saves_are_whole_and_in_order(run_ranks, tmp_path):
+@pytest.mark.parametrize(
+    "queue",
+    [AsyncCallsQueue, pytest.param(SavesInNewProcesses, marks=pytest.mark.slow)],
+    ids=["on-a-cpu", "as-on-a-gpu"],
+)
+def test_asynchronous_saves_are_whole_and_in_order(run_ranks, tmp_path, queue):
     whole = run(write_corpus(tmp_path, LENGTHS), **SHARDED)
     folder = tmp_path / "checkpoints"
     saving = replace(whole, save=folder, save_interval=2, async_save=True)
-    begun, visible, expected = run_ranks(2, saves, saving)[0]
+    begun, visible, expected = run_ranks(2, saves, saving, queue)[0]
     assert begun == visible == [2, 4, 6]  # the end falls on a save: not saved twice
     resumed = run_ranks(2, curve, replace(whole, load=folder, ckpt_step=4))[0]
     assert largest_difference(resumed, expected[4:]) <= 1e-10

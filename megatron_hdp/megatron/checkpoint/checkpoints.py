@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_hdp.megatron.checkpoint import checksums, reading, write_results
 from megatron_hdp.megatron.checkpoint.folder import RELEASE, CheckpointFolder
 from megatron_hdp.megatron.checkpoint.run_folder import RunFolder
+from megatron_hdp.megatron.checkpoint.staging import SavesInNewProcesses
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
 from megatron_hdp.megatron.checkpoint.together import (
     on_every_rank,
@@ -51,9 +52,9 @@ class Checkpoints:
         self._say = say
         self._folder = None if arguments.save is None else RunFolder(arguments.save, say)
         self._latest = 0  # iteration that was saved or loaded last
-        # Megatron's writer for a single save forks this process, which suits the CPU; the one that
-        # it keeps for all saves wants a GPU, and with CUDA nothing should fork.
-        self._queue = AsyncCallsQueue(persistent=compute_device().type == "cuda")
+        # Megatron's own writer for a save forks this process, which suits the CPU alone.
+        forks = compute_device().type == "cpu"
+        self._queue = AsyncCallsQueue() if forks else SavesInNewProcesses()
 
     def load(self) -> Progress:
         """Takes the folder to save into, then restores the checkpoint that arguments name, if any.

@@ -11,33 +11,23 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import tempfile
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-_NAME = "hdp-checkpoint-report-"
+from megatron_hdp.megatron.checkpoint.memory_file import MemoryFile
+
 _COUNT_BYTES = 8
 
 
 class ReportFile:
-    """A queue of at most one item, from a process that this one starts, by fork or anew.
-
-    On Linux the file is in memory and has no name but that of this process's descriptor, so nothing
-    is left of it when the process ends, however that happens. Elsewhere it is a temporary file.
-    """
+    """A queue of at most one item, from a process that this one starts, by fork or anew."""
 
     def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create(_NAME)
-            self._path = f"/proc/{os.getpid()}/fd/{self._file}"
-        else:
-            self._file, self._path = tempfile.mkstemp(prefix=_NAME)
-            weakref.finalize(self, os.unlink, self._path)
-        weakref.finalize(self, os.close, self._file)
+        self._memory = MemoryFile("hdp-checkpoint-report-")
+        self._path = self._memory.path
 
     def __getstate__(self) -> str:
         return self._path
@@ -57,12 +47,12 @@ class ReportFile:
         Raises:
             queue.Empty: there is none, or not all of it yet.
         """
-        with open(self._file, "rb", closefd=False) as file:
+        with open(self._memory.descriptor, "rb", closefd=False) as file:
             file.seek(0)
             count, data = file.read(_COUNT_BYTES), file.read()
         if len(count) < _COUNT_BYTES or len(data) < int.from_bytes(count, "little"):
             raise queue.Empty
-        os.ftruncate(self._file, 0)
+        os.ftruncate(self._memory.descriptor, 0)
         return pickle.loads(data)
 
 

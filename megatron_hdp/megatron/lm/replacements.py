@@ -167,6 +167,18 @@ def save(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
 
 
+@patch("megatron.training.async_utils:schedule_async_save", everywhere("async_request"))
+def schedule_save(original: Function, async_request: Any) -> Any:
+    """A persistent writer is handed host memory: CUDA's needs SYS_PTRACE with HDP's allocator."""
+    from megatron.training import get_args
+
+    if _run is None or not get_args().use_persistent_ckpt_worker:
+        return original(async_request)
+    from megatron_hdp.megatron.checkpoint.staging import with_staged_tensors
+
+    return original(with_staged_tensors(async_request))
+
+
 @patch("megatron.training.checkpointing:load_checkpoint")
 def load(original: Function, *positional: Any, **named: Any) -> Any:
     """The distributed optimizer can restore torch's Adam."""

@@ -37,7 +37,7 @@ def test_a_report_is_taken_once(method, times):
 def test_half_a_report_is_none():
     report = ReportFile()
     report.put(ITEM)
-    os.ftruncate(report._file, 100)
+    os.ftruncate(report._memory.descriptor, 100)
     with pytest.raises(queue.Empty):
         report.get_nowait()
 
@@ -45,7 +45,7 @@ def test_half_a_report_is_none():
 def test_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     report = ReportFile()
-    descriptor = report._file
+    descriptor = report._memory.descriptor
     again = pickle.loads(pickle.dumps(report))
     again.put(ITEM)
     del again
