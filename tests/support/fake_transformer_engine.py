@@ -55,6 +55,8 @@ def get_attention_backend(attention_params=None):
     unfused = os.environ.get("NVTE_UNFUSED_ATTN", "1") == "1" and not params.context_parallel
     scores = params.batch_size * params.num_heads * params.max_seqlen_q * params.max_seqlen_kv
     fused &= not (params.deterministic and scores >= 1 << 30)
+    most = params.batch_size * params.max_seqlen_q // params.cp_size
+    fused &= params.num_tokens_q <= most  # 2.20.2 puts all of them into a graph
     available = [flash, fused, unfused]
     flash &= not fused
     unfused &= not (fused or flash)

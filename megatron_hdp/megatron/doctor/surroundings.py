@@ -45,8 +45,11 @@ def _of_extra(name: str, extra: str, without_it: str) -> OptionalPackage:
 
 _KERNELS = "attention by other kernels"
 OPTIONAL_PACKAGES = (
-    _of_extra(
-        "transformer-engine", "gpu", f"{_KERNELS}; Megatron uses NVIDIA apex's Adam, or torch's"
+    OptionalPackage(
+        "transformer-engine",
+        "transformer_engine",
+        f"{_KERNELS}; Megatron uses NVIDIA apex's Adam, or torch's",
+        "pip install --no-build-isolation 'megatron-hdp[gpu]' (its build needs nvcc)",
     ),
     OptionalPackage(
         "flash-attn", "flash_attn", _KERNELS, "pip install flash-attn --no-build-isolation"

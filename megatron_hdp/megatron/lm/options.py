@@ -269,8 +269,9 @@ def _check_grouped_gemm(transformer_impl: str) -> None:
     if found is not None:
         raise OptionError(
             f"--moe-grouped-gemm: found {found}, expected TransformerEngine's grouped kernel: pip "
-            "install 'megatron-hdp[gpu]' and --transformer-impl transformer_engine, or leave the "
-            "flag out, so that experts run one by one with the same result"
+            "install --no-build-isolation 'megatron-hdp[gpu]' and --transformer-impl "
+            "transformer_engine, or leave the flag out, so that experts run one by one with the "
+            "same result"
         )
 
 

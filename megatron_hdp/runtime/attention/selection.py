@@ -27,8 +27,12 @@ from megatron_hdp.runtime.ring import RingAttention, RingComm, RingGroup
 OUR_RING = "flash-attn or torch"
 """Those whose kernels serve our own ring."""
 
-# What a package that was built for other versions or another GPU may raise, loaded or tried.
-_REFUSALS = (ImportError, OSError, RuntimeError, ValueError, AssertionError, AttributeError)
+# What a package that was built for other versions or another GPU may raise, loaded or tried; one
+# with other arguments or tables than the known ones: TypeError and LookupError.
+_REFUSALS = (
+    *(ImportError, OSError, RuntimeError, ValueError, AssertionError, AttributeError),
+    *(TypeError, LookupError),
+)
 
 
 @dataclass(frozen=True)

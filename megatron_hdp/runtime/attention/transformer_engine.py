@@ -153,7 +153,9 @@ def _require_kernels(choices: KernelChoices, kind: str, degree: int, shapes: Run
         longest = min(shapes.longest, max(2 * room // 3, 1))  # most sequences times its square
         asked.append((room - longest + 1, longest))
     for num_sequences, longest in asked:
-        bound, tokens = _bound(longest), shapes.tokens_per_rank
+        bound = _bound(longest)
+        # not more tokens than so many sequences of that length have, or it may refuse the sizes
+        tokens = min(shapes.tokens_per_rank, num_sequences * -(-longest // degree))
         kernel = choices.kernel_for(
             kind,
             batch_size=num_sequences,

@@ -1,5 +1,7 @@
 """Optional packages, networks and GPUs: found or not, and one line of advice for each."""
 
+import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -24,6 +26,22 @@ def test_each_tells_what_is_off_without_it_and_how_to_get_it(package):
     assert package.without_it and ("pip install" in package.remedy or "build" in package.remedy)
     _, found, rest = package.remedy.partition("megatron-hdp[")
     assert not found or rest.partition("]")[0] in PROJECT["optional-dependencies"]
+
+
+def test_transformer_engine_is_never_installed_in_isolation():
+    """Its build needs the torch that is there: pip's isolated one fails."""
+    root, pattern = Path(__file__).parents[3], re.compile(r"\[(?:[a-z,-]+,)?gpu[,\]]")
+    folders = ("megatron_hdp", "scripts", "docs", "README.md", "CONTRIBUTING.md")
+    files = subprocess.run(
+        ["git", "ls-files", *folders], cwd=root, capture_output=True, text=True, check=True
+    )
+    found = [
+        " ".join(text[max(0, match.start() - 90) : match.end()].replace('"', " ").split())
+        for text in ((root / name).read_text(errors="replace") for name in files.stdout.split())
+        for match in pattern.finditer(text)
+        if "install" in text[max(0, match.start() - 90) : match.start()]
+    ]
+    assert len(found) >= 3 and all("install --no-build-isolation" in one for one in found), found
 
 
 def test_what_is_found_is_not_imported(tmp_path, monkeypatch):

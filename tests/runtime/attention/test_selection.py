@@ -86,9 +86,25 @@ def test_where_nothing_serves_every_reason_is_given():
 
 
 def test_an_error_of_ours_is_not_taken_for_a_missing_package(monkeypatch):
-    Loaders(monkeypatch, transformer_engine=TypeError("a defect"))
-    with pytest.raises(TypeError, match="a defect"):
+    Loaders(monkeypatch, transformer_engine=NameError("a defect"))
+    with pytest.raises(NameError, match="a defect"):
         select_attention(ON_GPU)
+
+
+@pytest.mark.parametrize("error", [TypeError("unexpected keyword argument 'x'"), KeyError("x")])
+def test_a_package_with_other_arguments_is_not_taken(monkeypatch, error):
+    Loaders(monkeypatch)
+    tried = []
+
+    def try_out(backend, shapes):
+        tried.append(backend.name)
+        if backend.name == "transformer-engine":
+            raise error
+
+    monkeypatch.setattr(attention, "try_out", try_out)
+    selection = select_attention(ON_GPU)
+    assert selection.backend.name == "flash-attn" and tried == ["transformer-engine", "flash-attn"]
+    assert type(error).__name__ in selection.refused["transformer-engine"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

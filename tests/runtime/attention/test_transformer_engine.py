@@ -182,6 +182,8 @@ def test_kernels_for_the_largest_micro_batches_are_asked_for(run_ranks):
     few = replace(LONG, longest=8192, tokens_per_rank=1024)
     for said in run_ranks(2, checked, few, True):
         assert "2,732 sequences of up to 5,461 tokens in a ring of 8 with 4 heads" in said
+    roomy = replace(LONG, longest=256, num_ranks=2)  # a rank's capacity holds many of the longest
+    assert run_ranks(2, checked, roomy, False) == [("local by cuDNN, ring by cuDNN",)] * 2
     small = replace(LONG, longest=256, tokens_per_rank=128, num_ranks=2)
     assert run_ranks(2, checked, small, True) == [("local by cuDNN, ring by cuDNN",)] * 2
 
