@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -299,6 +300,18 @@ def _another(
     group: dist.ProcessGroup, arguments: TrainingArguments, max_ctas: int
 ) -> dist.ProcessGroup:
     """A communicator beside `group`, whose neighbours talk to each other in a circle."""
-    unique = sorted(set(gathered(tuple(dist.get_process_group_ranks(group)))))
+    mine = _members(dist.get_process_group_ranks(group))
+    unique = sorted(set(gathered(mine)), key=lambda ranks: ranks[0])
     timeout = timedelta(minutes=communication_minutes(arguments))
     return new_ring_group(unique, timeout, compute_device(), max_ctas)
+
+
+def _members(ranks: Sequence[int]) -> Sequence[int]:
+    """The same ranks, as a range where they are one, as Megatron's groups are.
+
+    Then what every rank tells all others does not grow with the group: lists would take 805 MB on
+    each of 16,384 ranks.
+    """
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    regular = range(ranks[0], ranks[-1] + 1, step) if step > 0 else ()
+    return regular if list(regular) == list(ranks) else tuple(ranks)
