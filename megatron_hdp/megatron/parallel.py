@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -288,22 +288,25 @@ def rank_place(arguments: TrainingArguments) -> RankPlace:
 def new_ring_comm(arguments: TrainingArguments, timeline: Timeline) -> RingComm:
     """The rings' communicator of this rank's HDP group; every rank of the job must call this."""
     group = parallel_state.get_data_parallel_group()
-    return RingComm(_another(group, arguments, arguments.hdp_ring_max_ctas), timeline)
+    return RingComm(_another(group, arguments, arguments.hdp_ring_max_ctas, say), timeline)
 
 
 def new_gradient_group(arguments: TrainingArguments) -> dist.ProcessGroup:
     """One more communicator of this rank's pipeline; every rank of the job must call this."""
-    return _another(parallel_state.get_pipeline_model_parallel_group(), arguments, 0)
+    return _another(parallel_state.get_pipeline_model_parallel_group(), arguments, 0, None)
 
 
 def _another(
-    group: dist.ProcessGroup, arguments: TrainingArguments, max_ctas: int
+    group: dist.ProcessGroup,
+    arguments: TrainingArguments,
+    max_ctas: int,
+    tell: Callable[[str], None] | None,
 ) -> dist.ProcessGroup:
     """A communicator beside `group`, whose neighbours talk to each other in a circle."""
     mine = _members(dist.get_process_group_ranks(group))
     unique = sorted(set(gathered(mine)), key=lambda ranks: ranks[0])
     timeout = timedelta(minutes=communication_minutes(arguments))
-    return new_ring_group(unique, timeout, compute_device(), max_ctas)
+    return new_ring_group(unique, timeout, compute_device(), max_ctas, tell=tell)
 
 
 def _members(ranks: Sequence[int]) -> Sequence[int]:

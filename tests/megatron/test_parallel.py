@@ -19,7 +19,7 @@ def told(monkeypatch, groups):
         sent.append(mine)
         return [parallel._members(group) for group in groups for _ in group]
 
-    def new_ring_group(lists, timeout, device, max_ctas):
+    def new_ring_group(lists, timeout, device, max_ctas, tell):
         made.extend(lists)
         return "communicator"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_hdp.runtime.ring import nccl_channels
 
 _CPU = torch.device("cpu")
 
@@ -18,6 +20,7 @@ def new_ring_group(
     device: torch.device = _CPU,
     max_ctas: int = 0,
     backend: str | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> dist.ProcessGroup:
     """The communicator of the rings, one for each list of HDP ranks; returns the caller's own.
 
@@ -34,10 +37,16 @@ def new_ring_group(
         device: where the ranks run.
         max_ctas: blocks of a GPU (CTAs) that NCCL may take at a time; 0: as many as it likes.
         backend: of torch.distributed; that of the job unless given.
+        tell: takes one line on what NCCL was asked for; without it a pair of ranks has as many
+            channels as NCCL gives it (`nccl_channels`).
     """
     mine, backend = None, backend or dist.get_backend()
     for ranks in rank_lists:
         options = _nccl_options(timeout, max_ctas) if backend == "nccl" else None
+        if options is not None and tell is not None:
+            asked_for = nccl_channels.widen(options.config, torch.cuda.nccl.version())
+            if ranks == rank_lists[0]:
+                tell(f"rings' communicator: {asked_for}")
         group = dist.new_group(list(ranks), timeout, backend, options)
         if dist.get_rank() in ranks:
             mine = group

@@ -98,9 +98,13 @@ def test_what_nccl_is_asked_for(monkeypatch, backend, max_ctas):
     }
     monkeypatch.setattr(torch, "zeros", lambda *_, device: device)
     monkeypatch.setattr(communicator, "connect_neighbours", lambda group, device: None)
-    timeout = timedelta(minutes=7)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(communicator.nccl_channels, "widen", lambda config, version: f"{version}")
+    timeout, told = timedelta(minutes=7), []
     with mock.patch.multiple(dist, create=True, **of_torch):
-        assert new_ring_group([[0, 2], [1, 3]], timeout, CUDA, max_ctas) == "group"
+        args = ([[0, 2], [1, 3]], timeout, CUDA, max_ctas)
+        assert new_ring_group(*args, tell=told.append) == "group"
+    assert told == (["rings' communicator: (2, 30, 7)"] if backend == "nccl" else [])
     assert [ranks for ranks, _, _ in made] == [[0, 2], [1, 3]]
     assert made[0][2] is not made[1][2] or backend == "gloo", "each group keeps its own"
     for _, found, options in made:

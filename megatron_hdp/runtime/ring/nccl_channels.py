@@ -1,0 +1,152 @@
+"""How many of NCCL's channels two neighbours of a ring share, and how to get more than one.
+
+NCCL takes a communicator for one whose ranks all talk to all others at a time. On many nodes it
+gives a pair fewer channels the more ranks there are, down to one, over NVLink too: 20 GB/s instead
+of 300. A ring has one neighbour on either side, so the rings' communicator asks for more.
+
+- from NCCL 2.30 on by ``maxP2pPeers``, the number of ranks that one talks to at a time
+- in 2.28 and 2.29 by ``nChannelsPerNetPeer``; 4 is what NCCL takes by itself on two nodes. Its
+  variable was seen to hang other patterns (NCCL issues 1835: all-to-all over 64 ranks and more,
+  whose messages pass through other GPUs; 1915: with 32 channels).
+- before 2.28 there is nothing for one communicator alone
+
+PyTorch binds neither, so they are written where they lie in NCCL's structure, after checks that it
+is the known one. A variable of NCCL's that the user sets decides instead, as in NCCL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Version = tuple[int, int, int]
+
+MOST_PEERS, CHANNELS = 8, 4
+_VARIABLES = ("NCCL_MAX_P2P_PEERS", "NCCL_NCHANNELS_PER_NET_PEER")
+_MAGIC, _UNSET = 0xCAFEBEEF, -(2**31)
+_HEADER = struct.Struct("=QII")  # bytes of the structure, magic, version that it was compiled for
+_MAX_CTAS_AT = 28
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    since: Version
+    offset: int
+    value: int
+
+
+_FIELDS = (  # the first that the library knows is used
+    _Field("maxP2pPeers", (2, 30, 0), 88, MOST_PEERS),
+    _Field("nChannelsPerNetPeer", (2, 28, 0), 72, CHANNELS),
+)
+
+
+def widen(config: Any, version: Version, environment: Mapping[str, str] = os.environ) -> str:
+    """Asks for more channels a pair; returns what was asked for, or why not, for the log.
+
+    Args:
+        config: ``ProcessGroupNCCL.Options.config`` of the rings' communicator; its ``max_ctas``
+            is set.
+        version: of the NCCL that runs.
+        environment: where the user's variables are.
+    """
+    name = next((name for name in _VARIABLES if name in environment), None)
+    if name is not None:
+        return f"{name}={environment[name]} decides"
+    field = next((field for field in _FIELDS if version >= field.since), None)
+    if field is None:
+        return "NCCL's own number of channels a pair: 2.28 or newer would give rings more"
+    try:
+        _write(config, field)
+    except (OSError, ValueError) as error:
+        return f"NCCL's own number of channels a pair: {error}"
+    return f"{field.name} {field.value}"
+
+
+def _write(config: Any, field: _Field) -> None:
+    """Sets a field of ``ncclConfig_t``.
+
+    Raises:
+        OSError, ValueError: it is not the known structure; nothing is changed.
+    """
+    if type(type(config)).__name__ != "pybind11_type":
+        raise ValueError(f"torch's configuration is a {type(config).__name__}, expected pybind11's")
+    # an instance of pybind11's holds, right after Python's header, where its C++ object lies
+    (address,) = struct.unpack("=Q", _memory(id(config) + object.__basicsize__, 8))
+    size, magic, code = _HEADER.unpack(_memory(address, _HEADER.size))
+    built_for = (code // 10_000, code // 100 % 100, code % 100)
+    if magic != _MAGIC or size < field.offset + 4 or built_for < field.since:
+        raise ValueError(f"torch was compiled for an NCCL without {field.name}")
+    (max_ctas,) = struct.unpack("=i", _memory(address + _MAX_CTAS_AT, 4))
+    (found,) = struct.unpack("=i", _memory(address + field.offset, 4))
+    if max_ctas != config.max_ctas or found != _UNSET:
+        raise ValueError(f"torch's NCCL configuration is not the known one of {built_for}")
+    ctypes.c_int32.from_address(address + field.offset).value = field.value
+
+
+def _memory(address: int, num_bytes: int) -> bytes:
+    """Of this process; unlike a pointer's a wrong address is an OSError."""
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        memory.seek(address)
+        found = memory.read(num_bytes)
+    if len(found) < num_bytes:
+        raise OSError(f"{num_bytes} bytes at {address:#x} cannot be read")
+    return found
+
+
+def channels_of_a_pair(
+    version: Version,
+    num_ranks: int,
+    ranks_per_node: int,
+    *,
+    max_ctas: int = 0,
+    is_widened: bool = True,
+    net_gb_per_s: int = 50,
+    num_nics: int = 1,
+    nvlink_channels: int = 36,
+) -> int:
+    """Channels that NCCL gives two ranks of a communicator, by its own rules.
+
+    They are those of ``ncclTopoComputeP2pChannels`` and the functions that it calls, in 2.27,
+    2.28, 2.29 and 2.30, for nodes that are alike. Defaults are those of an H100 node.
+
+    Args:
+        version: NCCL's.
+        num_ranks: of the communicator.
+        ranks_per_node: that many of them share a node.
+        max_ctas: its cap; 0: NCCL's own 32.
+        is_widened: whether `widen` was applied.
+        net_gb_per_s: bandwidth of the network to which a GPU is near.
+        num_nics: network cards that a GPU is near.
+        nvlink_channels: of two GPUs of a node.
+    """
+    field = next((field for field in _FIELDS if version >= field.since), None)
+    asked = {field.name: field.value} if field is not None and is_widened else {}
+    per_net_peer = asked.get("nChannelsPerNetPeer")
+    most = _power_of_two_up(min(max_ctas or 32, 32))
+    pair = nvlink_channels
+    several_nodes = num_ranks > ranks_per_node
+    if several_nodes:
+        if per_net_peer is not None:
+            remote = per_net_peer
+        elif version >= (2, 29, 0):
+            remote = max(num_nics, -(-net_gb_per_s // 14))
+        else:
+            remote = max(num_nics, 2 if 2 * num_ranks <= 4 * most else 1)
+        pair = min(pair, remote)
+    pair = _power_of_two_up(pair)
+    if version < (2, 29, 0) or not several_nodes or per_net_peer is not None:
+        return min(pair, most)
+    peers = min(asked.get("maxP2pPeers", num_ranks), num_ranks)
+    while pair * -(-peers // 8) > most and pair > 1:
+        pair //= 2
+    return pair
+
+
+def _power_of_two_up(number: int) -> int:
+    return 1 << (number - 1).bit_length()

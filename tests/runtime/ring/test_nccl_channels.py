@@ -1,0 +1,130 @@
+"""What the rings' communicator asks NCCL for, and what NCCL's rules make of it."""
+
+import ctypes
+import struct
+
+import pytest
+
+from megatron_hdp.runtime.ring.nccl_channels import channels_of_a_pair, widen
+
+V27, V28, V29, V30 = (2, 27, 7), (2, 28, 9), (2, 29, 7), (2, 30, 7)
+SIZES = [2**power for power in range(3, 15)]  # 8 to 16,384
+UNSET = -(2**31)
+
+
+class Structure(ctypes.Structure):
+    """NCCL 2.30's ``ncclConfig_t``."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        *((name, ctypes.c_int) for name in ("blocking", "cgaClusterSize", "minCTAs", "maxCTAs")),
+        ("netName", ctypes.c_char_p),
+        *((name, ctypes.c_int) for name in ("splitShare", "trafficClass")),
+        ("commName", ctypes.c_char_p),
+        *((name, ctypes.c_int) for name in ("collnetEnable", "CTAPolicy", "shrinkShare")),
+        *((name, ctypes.c_int) for name in ("nvlsCTAs", "nChannelsPerNetPeer")),
+        *((name, ctypes.c_int) for name in ("nvlinkCentricSched", "graphUsageMode", "numRmaCtx")),
+        *((name, ctypes.c_int) for name in ("maxP2pPeers", "graphStreamOrdering")),
+    ]
+
+
+SIZE_OF = {V28: 80, V29: 88, V30: ctypes.sizeof(Structure)}
+pybind11_type = type("pybind11_type", (type,), {})
+
+
+class Config(float, metaclass=pybind11_type):
+    """As pybind11's object: what follows Python's header is the address of the structure.
+
+    A float holds its number there.
+    """
+
+    max_ctas: int
+
+
+def config(version, max_ctas=16, **changes):
+    """What torch gives that was compiled for a version, and the structure behind it."""
+    fields = dict.fromkeys(
+        (name for name, kind in Structure._fields_ if kind is ctypes.c_int), UNSET
+    )
+    code = version[0] * 10_000 + version[1] * 100 + version[2]
+    fields |= {"size": SIZE_OF[version], "magic": 0xCAFEBEEF, "version": code, "maxCTAs": max_ctas}
+    structure = Structure(**fields | changes)
+    (number,) = struct.unpack("=d", struct.pack("=Q", ctypes.addressof(structure)))
+    torchs = Config(number)
+    torchs.max_ctas = max_ctas
+    return torchs, structure
+
+
+def changed(structure):
+    names = ("nChannelsPerNetPeer", "maxP2pPeers", "numRmaCtx", "nvlsCTAs", "graphStreamOrdering")
+    return {name: getattr(structure, name) for name in names if getattr(structure, name) != UNSET}
+
+
+@pytest.mark.parametrize(
+    ("built_for", "runs", "expected"),
+    [
+        (V28, V28, {"nChannelsPerNetPeer": 4}),
+        (V29, V29, {"nChannelsPerNetPeer": 4}),
+        (V30, V30, {"maxP2pPeers": 8}),
+        (V30, V29, {"nChannelsPerNetPeer": 4}),
+    ],
+)
+def test_the_field_that_the_library_knows_is_set(built_for, runs, expected):
+    torchs, structure = config(built_for)
+    assert widen(torchs, runs, {}) == " ".join(map(str, *expected.items()))
+    assert changed(structure) == expected
+
+
+def test_what_is_not_the_known_structure_stays_as_it_is():
+    for built_for, runs, changes, words in (
+        (V30, V27, {}, "2.28 or newer"),
+        (V28, V30, {}, "compiled for an NCCL without maxP2pPeers"),
+        (V30, V30, {"magic": 1}, "without maxP2pPeers"),
+        (V30, V30, {"maxCTAs": 3}, "not the known one"),
+        (V30, V30, {"maxP2pPeers": 5}, "not the known one"),
+    ):
+        torchs, structure = config(built_for)
+        for name, value in changes.items():
+            setattr(structure, name, value)
+        before = bytes(structure)
+        assert words in widen(torchs, runs, {}) and bytes(structure) == before
+    for name in ("NCCL_MAX_P2P_PEERS", "NCCL_NCHANNELS_PER_NET_PEER"):
+        torchs, structure = config(V30)
+        assert widen(torchs, V30, {name: "3"}) == f"{name}=3 decides" and not changed(structure)
+    assert "expected pybind11's" in widen(3.5, V30, {})
+    assert "Input/output error" in widen(Config(5e-324), V30, {})  # the address is 1
+
+
+@pytest.mark.parametrize("version", [V28, V29, V30])
+def test_a_pair_has_four_channels_and_more_at_every_size(version):
+    found = {ranks: channels_of_a_pair(version, ranks, 8, max_ctas=16) for ranks in SIZES}
+    assert min(found.values()) >= 4 and found[8] == 16
+
+
+@pytest.mark.parametrize(
+    ("version", "max_ctas", "expected"),
+    [  # 8, 16, 32, 64, 128, 256 ranks
+        (V27, 16, [16, 2, 2, 1, 1, 1]),
+        (V28, 16, [16, 2, 2, 1, 1, 1]),
+        (V28, 0, [32, 2, 2, 2, 1, 1]),
+        (V29, 16, [16, 4, 4, 2, 1, 1]),
+        (V30, 16, [16, 4, 4, 2, 1, 1]),
+        (V30, 0, [32, 4, 4, 4, 2, 1]),
+    ],
+)
+def test_what_nccl_does_by_itself(version, max_ctas, expected):
+    """Of the communicator of all ranks: why it is asked for more."""
+    found = [
+        channels_of_a_pair(version, ranks, 8, max_ctas=max_ctas, is_widened=False)
+        for ranks in SIZES[:6]
+    ]
+    assert found == expected
+
+
+def test_the_network_decides_how_many():
+    fast = {"net_gb_per_s": 100, "num_nics": 1}
+    assert channels_of_a_pair(V30, 4096, 8, max_ctas=16, **fast) == 8
+    assert channels_of_a_pair(V30, 4096, 8, max_ctas=16, net_gb_per_s=25, num_nics=1) == 2
+    assert channels_of_a_pair(V27, 4096, 8, max_ctas=16, num_nics=2) == 2
