@@ -93,8 +93,10 @@ def check_values(options: Any) -> None:
             raise OptionError(f"{flag} is missing: give it as a flag or in the --config file")
         if value is None:
             continue
-        if limits["choices"] and value not in limits["choices"]:
-            raise OptionError(f"{flag}: found {value!r}, expected {' or '.join(limits['choices'])}")
+        for one in value if typing.get_origin(kind) is tuple else (value,):
+            if limits["choices"] and one not in limits["choices"]:
+                expected = " or ".join(limits["choices"])
+                raise OptionError(f"{flag}: found {one!r}, expected {expected}")
         if kind in (int, float):
             _check_range(flag, value, kind, limits)
 

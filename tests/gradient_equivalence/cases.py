@@ -14,6 +14,7 @@ from tests.gradient_equivalence.case import (
     Case,
     Published,
     Settings,
+    emptied_outputs,
     mixed,
     never_had_chat,
     on_the_fly,
@@ -32,7 +33,9 @@ SELECTIVE = {"recompute_granularity": "selective"}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"}
 RECOMPUTE |= {"recompute_num_layers": 1}
 BLOCK = RECOMPUTE | {"recompute_method": "block"}
+EVERY_MODULE = ("core_attn", "layernorm", "mlp", "shared_experts")
 TIED = {"untie_embeddings_and_output_weights": False}
+NO_BIAS = {"add_bias_linear": False}
 ALONE = {"hdp_tokens_per_rank": 200}  # every sequence fits one rank
 GQA: Settings = {}
 MHA = {"num_query_groups": 4, "normalization": "LayerNorm", "swiglu": False} | TIED
@@ -42,6 +45,11 @@ MQA |= {"add_bias_linear": False, "rotary_percent": 0.5}
 
 def layers(number: int) -> Settings:
     return {"num_layers": number}
+
+
+def recomputing(*modules: str) -> Settings:
+    """Selective recomputation of these modules."""
+    return SELECTIVE | {"recompute_modules": modules}
 
 
 def virtual(chunks: int, stages: int = 2) -> Settings:
@@ -433,6 +441,19 @@ def _offload() -> dict[str, Case]:
         "distributed-optimizer": (3, four | SHARDED),
         "selective-recompute": (2, four | SELECTIVE),
         "full-recompute": (2, four | RECOMPUTE),
+        "no-module": (2, four | recomputing()),
+        "layernorm": (2, four | recomputing("layernorm")),
+        "layernorm-mlp": (2, joined(four, MHA, NO_BIAS, recomputing("mlp", "layernorm"))),
+        "layernorm-tp2-sp": (4, joined(four, TP2_SP, recomputing("layernorm", "core_attn"))),
+        "layernorm-experts": (2, joined(EXPERTS, four, dense_first, recomputing("layernorm"))),
+        "every-module": (2, joined(EXPERTS, four, dense_first, recomputing(*EVERY_MODULE))),
+        "layernorm-pp2-virtual": (4, joined(layers(8), PP2, v2, recomputing("layernorm"))),
+        "layernorm-mtp": (2, joined(four, MTP, recomputing("layernorm"))),
+        "mla-latent-layernorm": (2, joined(latent, recomputing("layernorm"))),
+        "mla-kv-every-module": (
+            2,
+            joined(EXPERTS, latent, {"hdp_mla_ring": "kv"}, SHARED, recomputing(*EVERY_MODULE)),
+        ),
         "tp2-sp": (4, four | TP2_SP),
         "pp2": (4, layers(8) | PP2),
         "pp2-virtual": (4, layers(8) | PP2 | v2),
@@ -450,8 +471,19 @@ def _offload() -> dict[str, Case]:
         "uneven-virtual": (4, joined(layers(8), PP2, {PARTS: "E|tt|t*4|tt,L"})),
         "uneven-recompute": (4, joined(layers(8), PP2, RECOMPUTE, {PARTS: "Et*3|t*5L"})),
     }
-    return {name: Case(ranks, settings) for name, (ranks, settings) in rows.items()}
+    cases = {
+        name: Case(ranks, settings, around=emptied_outputs)
+        for name, (ranks, settings) in rows.items()
+    }
+    activation, grouped = joined(EXPERTS, four, ACROSS), grouped_experts(GroupedLinear)
+    return cases | {
+        f"grouped-{name}": Case(2, activation | recomputing(*chosen), around=grouped)
+        for name, chosen in {
+            "moe-act": ("moe_act",),
+            "every-module": ("moe_act", *EVERY_MODULE),
+        }.items()
+    }
 
 
 OFFLOAD = _offload()
-QUICK_OFFLOAD = {"full-recompute", "pp2-virtual", "experts", "mla-latent"}
+QUICK_OFFLOAD = {"full-recompute", "pp2-virtual", "grouped-every-module", "mla-latent"}

@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_hdp.megatron.model import building, initialisation
 from megatron_hdp.megatron.releases import submodules_of
+from tests.gradient_equivalence.case import emptied_outputs
 from tests.support import gradients
 
 _WEIGHT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
@@ -66,7 +67,13 @@ def named_alike(model):
         )
 
 
+def grouped_settings(arguments):
+    """Says so in the configuration, which Megatron checks."""
+    return MOE_SETTINGS(arguments) | {"moe_grouped_gemm": arguments.hybrid_data_parallel}
+
+
 BALANCE, PARAMETERS = building.balance_by_sequence, initialisation.global_parameters
+MOE_SETTINGS = building.moe_settings
 
 
 def grouped_experts(linear):
@@ -79,6 +86,8 @@ def grouped_experts(linear):
                 stack.enter_context(mock.patch.object(module, "global_parameters", named_alike))
             balance = partial(grouped, linear=linear)
             stack.enter_context(mock.patch.object(building, "balance_by_sequence", balance))
+            stack.enter_context(mock.patch.object(building, "moe_settings", grouped_settings))
+            stack.enter_context(emptied_outputs())
             yield
 
     return around

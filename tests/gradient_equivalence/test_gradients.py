@@ -78,10 +78,10 @@ def test_a_planted_fault_ends_the_step(run_ranks, tmp_path, name):
         run_ranks(case.ranks, errors_with_fault, name, case.runs(tmp_path))
 
 
-def with_and_without_offload(arguments, stay, leave):
+def with_and_without_offload(name, arguments, stay, leave):
     """Of the first rank: error against one rank alone, whether the bits agree, bytes offloaded."""
     latent = arguments.multi_latent_attention
-    with plain_stock_attention() if latent else nullcontext():
+    with OFFLOAD[name].around(), plain_stock_attention() if latent else nullcontext():
         parallel.initialise(arguments)
         without, expected = hdp_step(arguments, plan=stay)
         report, found = hdp_step(arguments, plan=leave)
@@ -101,7 +101,7 @@ def test_a_step_with_offload_has_the_bits_of_one_without(run_ranks, tmp_path, na
     case = OFFLOAD[name]
     arguments = case.arguments_of(tmp_path, case)
     (stay,), (leave,) = (plans_of(arguments, case, offload=one) for one in (False, True))
-    found = run_ranks(case.ranks, with_and_without_offload, arguments, stay, leave)[0]
+    found = run_ranks(case.ranks, with_and_without_offload, name, arguments, stay, leave)[0]
     error, same, offloaded_bytes = found
     assert same and error <= TOLERANCE and offloaded_bytes > 1000, found
 

@@ -390,7 +390,7 @@ _ALONE = {
     **dict.fromkeys(("hybrid_data_parallel", "sequence_parallel"), False),
     **{f"account_for_{one}_in_pipeline_split": False for one in ("embedding", "loss")},
     **{f"decoder_{one}_pipeline_num_layers": None for one in ("first", "last")},
-    **{f"recompute_{one}": None for one in ("granularity", "method", "num_layers")},
+    **{f"recompute_{one}": None for one in ("granularity", "method", "modules", "num_layers")},
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_model_parallel_layout": None,

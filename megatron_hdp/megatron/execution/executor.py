@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.schedules import (
     get_schedule_table,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
@@ -37,7 +38,7 @@ from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.host_to_device import with_arrays_ahead
 from megatron_hdp.runtime.loss import LossSums, token_sum_loss
-from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
+from megatron_hdp.runtime.offload import ActivationOffload, MicroBatchStash, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm, PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
 from megatron_hdp.runtime.timeline import (
@@ -387,7 +388,7 @@ class HdpExecutor:
         targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
         # without gradients nothing is saved
         ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
-        with self.offload.micro_batch(ratio, len(micro_batch.tokens)):
+        with self.offload.micro_batch(ratio, len(micro_batch.tokens)) as stash, _emptied_kept(stash):
             # the last stage's loss or logits, else activations for the next stage
             output = model(
                 tensors["tokens"][None],
@@ -467,3 +468,27 @@ def _arrays_of(micro_batch: RankMicroBatch) -> Arrays:
         "further_labels": micro_batch.further_labels,
         "further_mask": micro_batch.further_mask,
     }
+
+
+@contextmanager
+def _emptied_kept(stash: MicroBatchStash | None) -> Iterator[None]:
+    """Within it the stash keeps what Megatron's recomputation of parts will empty.
+
+    The outputs of some ``--recompute-modules`` are emptied in forward, once the next module has
+    used them, and filled again before its backward.
+    """
+    if stash is None:
+        yield
+        return
+    checkpoint = CheckpointWithoutOutput.checkpoint
+
+    def noting(self: CheckpointWithoutOutput, *args: Any) -> Any:
+        found = checkpoint(self, *args)
+        stash.keep(self.outputs or ())
+        return found
+
+    CheckpointWithoutOutput.checkpoint = noting
+    try:
+        yield
+    finally:
+        CheckpointWithoutOutput.checkpoint = checkpoint

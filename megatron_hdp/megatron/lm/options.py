@@ -12,7 +12,11 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_hdp.megatron.lm.releases import installed_version, release_of
-from megatron_hdp.megatron.model import fused_kernel_can_count, fused_kernel_is_there
+from megatron_hdp.megatron.model import (
+    check_recomputation,
+    fused_kernel_can_count,
+    fused_kernel_is_there,
+)
 from megatron_hdp.megatron.options import (
     MoeOptions,
     ParallelOptions,
@@ -198,6 +202,7 @@ def check(args: argparse.Namespace) -> None:
             "the router again outside its layer, without its micro-batch: use --recompute-modules "
             "moe_act, mlp or shared_experts, or --recompute-granularity full"
         )
+    check_recomputation(args)
 
 
 def _check_positions(args: argparse.Namespace) -> None:

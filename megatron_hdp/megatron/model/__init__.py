@@ -8,6 +8,7 @@ from megatron_hdp.megatron.model.building import (
     SequenceParallelNorm,
     build_chunks,
     build_gpt,
+    check_recomputation,
     model_dtype,
 )
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
@@ -45,6 +46,7 @@ __all__ = [
     "at_own_positions",
     "build_chunks",
     "build_gpt",
+    "check_recomputation",
     "further_layers",
     "fused_kernel_can_count",
     "fused_kernel_is_there",

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -44,6 +45,7 @@ from megatron_hdp.megatron.options import (
     window_settings,
 )
 from megatron_hdp.megatron.parallel import compute_device, say
+from megatron_hdp.options import OptionError
 
 _OF_ARGUMENTS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
@@ -54,6 +56,8 @@ _OF_ARGUMENTS = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     "pipeline_model_parallel_layout",
 )
+_EMPTIED = ("layernorm", "moe_act", "mla_up_proj")
+"""Modules whose recomputation empties their outputs."""
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
 
 
@@ -85,18 +89,46 @@ def model_dtype(arguments: TrainingArguments) -> torch.dtype:
     return torch.bfloat16 if arguments.bf16 else torch.float32
 
 
+def check_recomputation(args: Any) -> None:
+    """Refuses modules that Megatron cannot recompute by themselves here, or never ends to.
+
+    Args:
+        args: our arguments, or Megatron's.
+
+    Raises:
+        OptionError: there are some.
+    """
+    modules = getattr(args, "recompute_modules", None) or ()
+    if args.recompute_granularity != "selective":
+        return
+    emptied = [one for one in modules if one in _EMPTIED]
+    if emptied and not hasattr(random, "FP8GlobalStateManager"):
+        raise OptionError(
+            f"--recompute-modules {' '.join(emptied)}: found no TransformerEngine, expected it, "
+            "because Megatron asks it whether FP8 is on: pip install 'megatron-hdp[gpu]', or leave "
+            "them out"
+        )
+    if "mlp" in modules and args.add_bias_linear:
+        raise OptionError(
+            "--recompute-modules mlp: found biases, expected none, because Megatron's recomputation "
+            "of an MLP with them never ends: add --disable-bias-linear, or leave mlp out"
+        )
+
+
 def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
     """Megatron's model configuration; fused kernels only where there is a GPU.
 
     Those of the softmax are compiled with NVIDIA's apex and imported when first used, the one of
     rotary positions is TransformerEngine's. All others come from torch.compile.
     """
+    check_recomputation(arguments)
     on_gpu = compute_device().type == "cuda"
     dtype = model_dtype(arguments)
     chunks = num_model_chunks(arguments)
     latent = arguments.multi_latent_attention
     config = (MLATransformerConfig if latent else TransformerConfig)(
         **{name: getattr(arguments, name) for name in _OF_ARGUMENTS},
+        recompute_modules=arguments.recompute_modules and list(arguments.recompute_modules),
         layernorm_epsilon=arguments.norm_epsilon,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         num_layers_in_first_pipeline_stage=arguments.decoder_first_pipeline_num_layers,

@@ -57,6 +57,8 @@ def check_model(args: TrainingArguments) -> None:
         raise OptionError(
             "--recompute-granularity full and --recompute-method go together: give both or neither"
         )
+    if args.recompute_modules is not None and args.recompute_granularity != "selective":
+        raise no_effect("--recompute-modules", "--recompute-granularity selective")
 
 
 def check_parallel(args: TrainingArguments) -> None:

@@ -80,7 +80,12 @@ class OptimizationOptions:
     recompute_granularity: str | None = option(
         None,
         choices=("full", "selective"),
-        help="Recompute activations in the backward pass: of whole layers, or of attention only.",
+        help="Recompute activations in the backward pass: of whole layers, or of some modules.",
+    )
+    recompute_modules: tuple[str, ...] | None = option(
+        None,
+        choices=("core_attn", "layernorm", "mlp", "shared_experts"),
+        help="Which modules selective recomputation takes. Without it: core_attn.",
     )
     recompute_method: str | None = option(
         None, choices=("uniform", "block"), help="Which layers full recomputation takes."

@@ -145,7 +145,8 @@ def planned_weights(arguments: TrainingArguments, vocab_size: int) -> tuple[floa
     """Relative time of every virtual stage, the vocabulary padded; None where all do the same."""
     tokens = min(arguments.hdp_tokens_per_rank, arguments.seq_length)
     shape = model_shape(arguments, vocab_size)
-    costs = LayerCosts.of_shape(shape, tokens, arguments.recompute_granularity)
+    how = arguments.recompute_granularity, _recompute_modules(arguments)
+    costs = LayerCosts.of_shape(shape, tokens, *how)
     return stage_weights(stage_split(arguments), costs)
 
 
@@ -197,10 +198,17 @@ def job_of(arguments: TrainingArguments, num_gpus: int, vocab_size: int) -> Job:
         distributed_optimizer=arguments.use_distributed_optimizer,
         fused_loss=arguments.hdp_fused_loss,
         recompute=arguments.recompute_granularity,
+        recompute_modules=_recompute_modules(arguments),
         recompute_method=arguments.recompute_method,
         recompute_num_layers=arguments.recompute_num_layers or 1,
         tokens_per_rank=arguments.hdp_tokens_per_rank,
     )
+
+
+def _recompute_modules(arguments: TrainingArguments) -> tuple[str, ...]:
+    """Those of selective recomputation; without the flag Megatron's default."""
+    given = arguments.recompute_modules
+    return ("core_attn",) if given is None else given
 
 
 def cost_model_of_job(
@@ -226,8 +234,11 @@ def cost_model_of_job(
             job.shape,
             value_bytes=job.value_bytes,
             tensor_ranks=job.tensor_ranks,
-            recomputed_attention=1.0 if job.recompute == "selective" else job.recomputed_share,
+            recomputed_attention=1.0
+            if "core_attn" in job.recomputed_modules
+            else job.recomputed_share,
             recomputed_layers=job.recomputed_share,
+            recomputed_modules=job.recomputed_modules,
             activation_bytes_per_token=kept,
         )
         found = replace(found, num_layers=planned_layers(arguments))

@@ -31,6 +31,17 @@ from megatron_hdp.planner.memory.job import Job
 from megatron_hdp.planner.shape import Attention, Layer, Mlp
 
 _FLOAT32, _INT64 = 4, 8
+_THROWN_AWAY = {
+    "core_attn": ("log-sum-exp",),  # the output is the next layer's input and stays
+    "layernorm": ("norm statistics", "norm outputs"),
+    "mlp": ("MLP inner", "MLP activation"),
+    "moe_act": ("experts' activation",),
+    "shared_experts": (
+        *("shared experts' inner", "shared experts' activation"),
+        "shared experts' output, gate",
+    ),
+}
+"""What selective recomputation does not keep, by the module that makes it (Megatron's names)."""
 
 
 def kept_bytes(job: Job, layer: Layer) -> dict[str, float]:
@@ -39,7 +50,8 @@ def kept_bytes(job: Job, layer: Layer) -> dict[str, float]:
     attention, h = layer.attention, layer.hidden_size
     of_attention = _kept_of_latents if attention.kv_rank else _kept_of_qkv
     return {
-        "norm inputs": 2 * (b * h + _FLOAT32) * share,
+        "norm inputs": 2 * b * h * share,
+        "norm statistics": 2 * _FLOAT32 * share,
         "norm outputs": 2 * b * h * share,
         **of_attention(job, attention),
         "attention output": b * attention.output_size * split,
@@ -169,19 +181,23 @@ def _whole(job: Job, layers: Sequence[Layer]) -> list[float]:
     kept: dict[Layer, float] = {}
     for layer in layers:
         if layer not in kept:
-            kept[layer] = sum(kept_bytes(job, layer).values())
-            if job.recompute == "selective":
-                # the output is the next layer's input and stays
-                kept[layer] -= _log_sum_exp(layer) / job.tensor_ranks
+            kept[layer] = sum(kept_bytes(job, layer).values()) - _thrown_away(job, layer)
     return [kept[layer] for layer in layers]
+
+
+def _thrown_away(job: Job, layer: Layer) -> float:
+    """Of that, what selective recomputation makes again, a layer at a time."""
+    names = {name for one in job.recomputed_modules for name in _THROWN_AWAY.get(one, ())}
+    return sum(size for name, size in kept_bytes(job, layer).items() if name in names)
 
 
 def recomputed_bytes(job: Job, stage: int) -> float:
     """Bytes a token of the layers that are whole at a time because backward recomputed them."""
-    if job.recompute != "full":
-        return 0.0
-    unit = job.recompute_num_layers if job.recompute_method == "uniform" else 1
     parts = job.parts[stage :: job.stages]
+    if job.recompute != "full":
+        kinds = {layer for part in parts for layer in part} if job.recomputed_modules else ()
+        return max((_thrown_away(job, layer) for layer in kinds), default=0.0)
+    unit = job.recompute_num_layers if job.recompute_method == "uniform" else 1
     plain = replace(job, recompute=None)
     return max(_most_of(_whole(plain, part), unit) for part in parts)
 
@@ -269,7 +285,7 @@ def second_stream_kept_of_part(job: Job, part: Sequence[Layer]) -> float:
     a step of the second stream. Other micro-batches keep theirs in the memory of the stream that
     computes, and neither can have the other's.
     """
-    if job.hdp_ranks < 3 or job.recompute == "selective":
+    if job.hdp_ranks < 3 or "core_attn" in job.recomputed_modules:
         return 0.0
     kept = part[job.recomputed_of(len(part)) :]
     sizes = (layer.attention.travelling_size for layer in kept)

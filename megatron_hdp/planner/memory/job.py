@@ -33,7 +33,9 @@ class Job:
     distributed_optimizer: bool = True
     fused_loss: bool = True
     recompute: str | None = None
-    """None, "selective" (attention) or "full"."""
+    """None, "selective" (some modules) or "full"."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """Of "selective", by Megatron's names."""
     recompute_method: str | None = None
     """Of "full": "uniform" (every layer, in units) or "block" (the first layers of a stage)."""
     recompute_num_layers: int = 1
@@ -102,6 +104,11 @@ class Job:
     def token_share(self) -> float:
         """Share of a micro-batch's tokens that a tensor rank holds outside of the linear layers."""
         return 1 / self.tensor_ranks if self.sequence_parallel else 1.0
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """What backward runs once more of every layer, where it is not the whole layer."""
+        return self.recompute_modules if self.recompute == "selective" else ()
 
     @property
     def recomputed_share(self) -> float:

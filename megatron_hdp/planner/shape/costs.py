@@ -1,5 +1,6 @@
 """What a micro-batch costs an HDP rank, counted from the model's shape."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ def cost_model_of_shape(
     active_parameters: float | None = None,
     recomputed_attention: float = 0.0,
     recomputed_layers: float = 0.0,
+    recomputed_modules: Sequence[str] = (),
     **others: Any,
 ) -> CostModel:
     """The cost model of an HDP rank that reaches 400 TFLOP/s on each of its GPUs.
@@ -32,6 +34,8 @@ def cost_model_of_shape(
         active_parameters: parameters that multiply a token, where they are not the shape's.
         recomputed_attention: share of the layers whose attention runs once more in backward.
         recomputed_layers: share of the layers whose other products do.
+        recomputed_modules: what does in every layer, by Megatron's names; attention is not looked
+            for.
         others: further fields of `CostModel`, those of one GPU.
     """
     parameters = shape.active_parameters if active_parameters is None else active_parameters
@@ -45,11 +49,16 @@ def cost_model_of_shape(
         **others,
     )
     again = _AGAIN * recomputed_layers
-    inside = 1 - shape.output_parameters / (parameters - shape.expert_parameters)
+    dense = parameters - shape.expert_parameters
+    inside = 1 - shape.output_parameters / dense
+    mlps = sum(
+        layer.mlp.recomputed_matrices(layer.hidden_size, recomputed_modules)
+        for layer in shape.all_layers
+    )
     return replace(
         once,
         a=once.a * (1 + _AGAIN * recomputed_attention),
-        b=once.b * (1 + again * inside),
+        b=once.b * (1 + again * inside + _AGAIN * mlps / dense),
         b_experts=once.b_experts * (1 + again),
     )
 

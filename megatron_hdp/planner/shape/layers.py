@@ -7,6 +7,7 @@ backward; norms and biases are no products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -188,6 +189,12 @@ class Mlp:
             return self._matrices(hidden_size)
         of_all = hidden_size * (self.num_experts + self.shared_gate)
         return of_all + self._shared_matrices(hidden_size)
+
+    def recomputed_matrices(self, hidden_size: int, modules: Sequence[str]) -> int:
+        """Of those, the ones of modules that run once more in backward, by Megatron's names."""
+        if not self.num_experts:
+            return self._matrices(hidden_size) if "mlp" in modules else 0
+        return self._shared_matrices(hidden_size) if "shared_experts" in modules else 0
 
     def expert_matrices(self, hidden_size: int) -> int:
         """Parameters that multiply a token in the experts that it visits."""

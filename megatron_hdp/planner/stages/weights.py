@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -25,25 +26,34 @@ class LayerCosts:
     """Of layers that predict further tokens, on the last stage, their output and loss included."""
 
     @classmethod
-    def of_shape(cls, shape: ModelShape, tokens: int, recompute: str | None = None) -> LayerCosts:
+    def of_shape(
+        cls,
+        shape: ModelShape,
+        tokens: int,
+        recompute: str | None = None,
+        modules: Sequence[str] = ("core_attn",),
+    ) -> LayerCosts:
         """Those of a model whose sequences have `tokens` tokens each.
 
         The output layer is ``6 hidden vocabulary`` FLOP a token, a layer 6 for each parameter that
         a token meets and ``6 attention-channels tokens`` for causal attention, in a window less.
-        With recomputation the forward of what is recomputed counts twice: the attention of
-        ``selective``, the layer of ``full`` (in method ``block``, too, whose layers at the end of a
-        stage are not recomputed).
+        With recomputation the forward of what is recomputed counts twice: attention and MLP among
+        the modules of ``selective``, the layer of ``full`` (in method ``block``, too, whose layers
+        at the end of a stage are not recomputed).
 
         Args:
             shape: its vocabulary is padded.
             tokens: of a sequence on one rank.
             recompute: None, "selective" or "full".
+            modules: of "selective", by Megatron's names.
         """
+        modules = modules if recompute == "selective" else ()
         linear = 1 + _AGAIN if recompute == "full" else 1
-        attention = 1 if recompute is None else 1 + _AGAIN
+        attention = 1 + _AGAIN if recompute == "full" or "core_attn" in modules else 1
 
         def of(layer: Layer) -> float:
-            products = linear * _PER_PARAMETER * layer.matrices
+            again = _AGAIN * layer.mlp.recomputed_matrices(layer.hidden_size, modules)
+            products = _PER_PARAMETER * (linear * layer.matrices + again)
             seen = layer.attention.seen(tokens) / tokens
             return products + attention * _PER_PAIR * layer.attention.width * seen
 

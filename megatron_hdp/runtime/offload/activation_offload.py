@@ -87,7 +87,7 @@ class ActivationOffload:
         if ratio == 0:
             yield None
             return
-        kept = frozenset(p.untyped_storage().data_ptr() for p in self._parameters())
+        kept = frozenset(one.untyped_storage() for one in self._parameters())
         stash = MicroBatchStash(ratio, self._rules, kept)
         with ExitStack() as hooks:
             for number, layer in enumerate(self._layers):

@@ -3,12 +3,16 @@
 Forward: a storage that is chosen starts its way to the host when autograd first saves it, and its
 device memory is let go two layers later, so that two layers' worth is resident besides what stays
 (ByteScale, equation 3). Backward: when it reaches a layer, the layer before it starts its way back.
+
+A storage is known by itself: its address may be another's as soon as its memory is freed. One whose
+maker will empty it and fill it again stays (`MicroBatchStash.keep`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +55,14 @@ class OffloadedStorage:
         if self._leaving is not None:
             self._leaving()
             self._leaving = None
+            assert self._on_device is not None
+            left = self._on_device.nbytes()
+            if left != self._num_bytes:
+                raise RuntimeError(
+                    f"a saved activation of {self._num_bytes:,} bytes has {left:,} while it is "
+                    "copied to the host: the layer that made it emptied it, and --hdp-offload does "
+                    "not know of that: train with --hdp-offload off"
+                )
             self._on_device = None
 
     def fetch(self) -> None:
@@ -102,7 +114,7 @@ class MicroBatchStash:
         ratio: share of the bytes that may leave which does; at any moment of the forward at least
             this share of what was seen has left, and at most one storage more.
         rules: shared by all micro-batches.
-        kept: addresses of storages that are never offloaded: those of the model's parameters.
+        kept: storages that are never offloaded: those of the model's parameters.
 
     Attributes:
         offloaded_bytes: what went to the host.
@@ -111,7 +123,7 @@ class MicroBatchStash:
         largest_bytes: the largest of those storages.
     """
 
-    def __init__(self, ratio: float, rules: StashRules, kept: frozenset[int]) -> None:
+    def __init__(self, ratio: float, rules: StashRules, kept: Set[torch.UntypedStorage]) -> None:
         if not 0 < ratio <= 1:
             raise ValueError(f"the offload ratio is {ratio}; expected 0 < ratio <= 1")
         self.ratio = ratio
@@ -123,10 +135,9 @@ class MicroBatchStash:
         self._kept = kept
         self._layer = -1  # before the first
         self._reached = rules.num_layers  # the earliest layer whose backward has begun
-        # by address, as long as the device's copy is there; the address may be another's afterwards
-        self._leaving: dict[int, OffloadedStorage] = {}
-        self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._addresses: defaultdict[int, list[int]] = defaultdict(list)
+        self._leaving: dict[torch.UntypedStorage, OffloadedStorage] = {}  # still on the device
+        self._staying: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._chosen: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self._by_layer: defaultdict[int, list[weakref.ref[OffloadedStorage]]] = defaultdict(list)
 
     def enter_layer(self, layer: int, shared: tuple[torch.Tensor, ...] = ()) -> None:
@@ -134,13 +145,15 @@ class MicroBatchStash:
         self._layer = layer
         self.seen_layers += layer < self._rules.num_layers - RESIDENT_LAYERS
         self._let_go(layer - RESIDENT_LAYERS)
-        for tensor in shared:
-            storage = tensor.untyped_storage()
-            self._staying[storage.data_ptr()] = weakref.ref(storage)
+        self.keep(shared)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These stay, and do not count: every layer has them, or they are emptied in forward."""
+        self._staying.update(tensor.untyped_storage() for tensor in tensors)
 
     def end_forward(self) -> None:
         """The forward is over."""
-        for layer in list(self._addresses):
+        for layer in list(self._chosen):
             self._let_go(layer)
         self._staying.clear()
 
@@ -149,8 +162,7 @@ class MicroBatchStash:
         if not self._may_leave(tensor):
             return _Saved(self._layer, tensor)
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        offloaded = self._leaving.get(address) or self._choose(address, storage)
+        offloaded = self._leaving.get(storage) or self._choose(storage)
         if offloaded is None:
             return _Saved(self._layer, tensor)
         return _Saved(
@@ -184,29 +196,28 @@ class MicroBatchStash:
             and tensor.layout == torch.strided
             and type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.untyped_storage().nbytes() >= rules.copies.least_bytes
-            and tensor.untyped_storage().data_ptr() not in self._kept
+            and tensor.untyped_storage() not in self._kept
         )
 
-    def _choose(self, address: int, storage: torch.UntypedStorage) -> OffloadedStorage | None:
+    def _choose(self, storage: torch.UntypedStorage) -> OffloadedStorage | None:
         """Sends a storage to the host if its share is not there yet; None if it stays."""
-        known = self._staying.get(address)
-        if known is not None and known() is not None:
+        if storage in self._staying:
             return None
         self.seen_bytes += storage.nbytes()
         self.largest_bytes = max(self.largest_bytes, storage.nbytes())
         if self.offloaded_bytes >= self.ratio * self.seen_bytes:
-            self._staying[address] = weakref.ref(storage)
+            self._staying.add(storage)
             return None
         self.offloaded_bytes += storage.nbytes()
         offloaded = OffloadedStorage(storage, self._rules)
-        self._leaving[address] = offloaded
-        self._addresses[self._layer].append(address)
+        self._leaving[storage] = offloaded
+        self._chosen[self._layer].append(storage)
         self._by_layer[self._layer].append(weakref.ref(offloaded))
         return offloaded
 
     def _let_go(self, layer: int) -> None:
-        for address in self._addresses.pop(layer, ()):
-            self._leaving.pop(address).let_go()
+        for storage in self._chosen.pop(layer, ()):
+            self._leaving.pop(storage).let_go()
 
     def _fetch(self, layer: int) -> None:
         for reference in self._by_layer.pop(layer, ()):

@@ -16,6 +16,7 @@ MEGATRONS = {"global_batch_size": 8, "attention_dropout": 0.0, "train_iters": 4}
 MEGATRONS |= {"num_layers": 2, "seq_length": 256, "num_attention_heads": 4, "num_query_groups": 1}
 MEGATRONS |= {"tensor_model_parallel_size": 1, "sequence_parallel": False}
 MEGATRONS |= {"context_parallel_size": 1, "group_query_attention": False}
+MEGATRONS |= {"recompute_granularity": None, "add_bias_linear": True}
 MEGATRONS |= {"data_path": ["corpus"], "iterations_to_skip": [], "cuda_graph_impl": "none"}
 
 
@@ -119,6 +120,7 @@ def test_everything_on_the_list_is_refused(name):
     assert why in str(info.value)
 
 
+SELECTIVE = {"recompute_granularity": "selective"}
 RAMP = {"rampup_batch_size": [2, 2, 8]}
 UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
 
@@ -134,6 +136,8 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
         ("", {"data_path": None}, "--data-path is missing"),
         ("--hdp-data f", {"train_data_path": ["a"]}, "--train-data-path, expected"),
         ("", {"recompute_modules": ["core_attn", "moe"]}, "--recompute-modules moe does not go"),
+        ("", SELECTIVE | {"recompute_modules": ["moe_act"]}, "moe_act: found no TransformerEngine"),
+        ("", SELECTIVE | {"recompute_modules": ["mlp"]}, "mlp: found biases"),
         # what Megatron-LM's script reads and leaves out
         ("", {"position_embedding_type": "yarn"}, "expected 0.19 or newer"),
         ("", UNSCALED, "--rope-scaling-factor: found 32.0, expected 8"),

@@ -31,7 +31,8 @@ from megatron_hdp.planner.memory.activations import (
 )
 from megatron_hdp.planner.memory.gpu import stage_memory
 from megatron_hdp.runtime.timeline import Timeline
-from tests.gradient_equivalence.cases import RECOMPUTE, SELECTIVE, TP2_SP
+from tests.gradient_equivalence.case import emptied_outputs
+from tests.gradient_equivalence.cases import RECOMPUTE, SELECTIVE, TP2_SP, recomputing
 from tests.support.gradients import VOCABULARY, moe_arguments, tiny_arguments, write_corpus
 from tests.support.mla import MLA
 
@@ -59,6 +60,9 @@ ONE_RANK = {
     | {"window_size": "9,0", "window_attn_skip_freq": "2", "softmax_type": "learnable"},
     "full-recompute": BF16 | RECOMPUTE,
     "selective-recompute": BF16 | SELECTIVE,
+    "norms-recomputed": BF16 | recomputing("layernorm"),
+    "mlp-recomputed": recomputing("mlp", "core_attn"),
+    "norms-mlp-recomputed": BF16 | recomputing("mlp", "layernorm"),
 }
 
 
@@ -70,6 +74,7 @@ LATENT = {
     "latent-without-norms": MLA_SHAPE | BF16 | {"qk_layernorm": False},
     "latent-without-queries'": MLA_SHAPE | BF16 | {"q_lora_rank": None},
     "latent-selective": MLA_SHAPE | BF16 | SELECTIVE,
+    "latent-norms-recomputed": MLA_SHAPE | recomputing("layernorm"),
 }
 SIGMOID = {"num_experts": 8, "moe_router_score_function": "sigmoid"}
 GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
@@ -84,11 +89,13 @@ EXPERTS = {
     "float32-router": BF16 | GROUPS | {"moe_router_dtype": "fp32"},
     "biased": BF16 | {"add_bias_linear": True},
 }
+EXPERTS["recomputed"] = EXPERTS["shared-gated"] | BF16 | recomputing("layernorm", "shared_experts")
 
 
 EXECUTOR, STEP, EXAMPLE = StepInProgress.__module__, StepInProgress, padding_micro_batch
 
 
+@emptied_outputs()
 def counted(cases):
     """Of each case what the executor counts, in bytes of a token and layer, and the parameters.
 
@@ -123,13 +130,16 @@ def more_on_cpus(job, layer=None):
         return (
             4 * layer.attention.qk_channels
         )  # angles that all layers share, counted to the first; on GPUs too
-    b, mlp = job.value_bytes, layer.mlp
+    b, mlp, again = job.value_bytes, layer.mlp, job.recomputed_modules
     width = mlp.ffn_hidden_size
-    norms = 2 * job.token_share * (8 - b) * job.shape.hidden_size + _more_of_latents(job, layer)
+    norms = _more_of_latents(job, layer)
+    if "layernorm" not in again:
+        norms += 2 * job.token_share * (8 - b) * job.shape.hidden_size
     if mlp.num_experts:
         shared = 2 * b * mlp.shared_ffn_hidden_size / job.tensor_ranks
+        shared *= "shared_experts" not in again
         return norms + shared + 3 * b * width * mlp.experts_per_token * job.token_share
-    return norms + 2 * b * width / job.tensor_ranks
+    return norms + 2 * b * width / job.tensor_ranks * ("mlp" not in again)
 
 
 def _more_of_latents(job, layer):

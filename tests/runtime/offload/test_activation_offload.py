@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
@@ -39,6 +40,46 @@ class Layer(nn.Module):
         return hidden_states + self.narrow(nn.functional.silu(gate) * up) * turn
 
 
+class Emptied(torch.autograd.Function):
+    """A module whose output is emptied and made again: as Megatron's CheckpointWithoutOutput."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        ctx.save_for_backward(x.detach())
+        out = module(x)  # without gradients
+        ctx.storage = out.untyped_storage()
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.autograd.backward(ctx.again, gradient)
+        return None, ctx.x.grad
+
+    def fill(ctx, _):
+        ctx.x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.again = ctx.module(ctx.x)
+        again = ctx.again.untyped_storage()
+        ctx.storage.resize_(again.nbytes())
+        ctx.storage.copy_(again)
+
+
+class EmptyingLayer(Layer):
+    """Empties what its norm gave, and says so, if it was told to whom."""
+
+    keep = None
+
+    def forward(self, hidden_states, *, turn):
+        normed = Emptied.apply(self.norm, hidden_states)
+        if self.keep is not None:
+            self.keep((normed,))
+        gate, up = self.wide(normed).chunk(2, dim=-1)
+        normed.untyped_storage().resize_(0)
+        gate.register_hook(partial(Emptied.fill, normed.grad_fn))
+        return hidden_states + self.narrow(nn.functional.silu(gate) * up) * turn
+
+
 @pytest.fixture
 def stack(request, monkeypatch):
     """Layers, their offload and a function that runs micro-batches, on the parameter's device."""
@@ -60,7 +101,7 @@ class Stack:
 
     def forward(self, ratio, seed=1, tokens=TOKENS, recompute=False):
         generator = torch.Generator().manual_seed(seed)
-        hidden = torch.randn(tokens, WIDTH, generator=generator).to(self.device)
+        hidden = torch.randn(tokens, WIDTH, generator=generator).to(self.device).requires_grad_()
         turn = torch.rand(tokens, 1, generator=generator).to(self.device)
         with self.offload.micro_batch(ratio, tokens) as stash:
             for layer in self.layers:
@@ -92,6 +133,44 @@ def test_the_bits_are_the_same(stack, ratio, recompute):
     found = stack.gradients([ratio, 0.3, ratio], recompute=recompute)
     assert equal(found, stack.gradients([0, 0, 0]))
     assert stack.offload.offloaded_bytes > 0
+
+
+def emptying(stack, monkeypatch):
+    """The stack with layers that empty what their norms gave, and say so."""
+    expected = stack.gradients([0, 0])
+    for layer in stack.layers:
+        layer.__class__ = EmptyingLayer
+    assert equal(stack.gradients([0, 0]), expected)
+    enter = MicroBatchStash.enter_layer
+
+    def entering(stash, *args):
+        EmptyingLayer.keep = stash.keep
+        enter(stash, *args)
+
+    monkeypatch.setattr(EmptyingLayer, "keep", None)
+    monkeypatch.setattr(MicroBatchStash, "enter_layer", entering)
+    return expected
+
+
+@pytest.mark.parametrize("stack", CPU_AND_GPU, indirect=True)
+@pytest.mark.parametrize("ratio", [0.01, 0.3, 0.7, 1.0])
+def test_what_its_maker_empties_stays(stack, ratio, monkeypatch):
+    expected = emptying(stack, monkeypatch)
+    assert equal(stack.gradients([ratio, 0.5]), expected)
+    _, stash = stack.forward(1.0)
+    normed, statistics = TOKENS * 4 * WIDTH, 2 * TOKENS * 4  # of a layer; not counted as going
+    _, plain = Stack(stack.device).forward(1.0)
+    assert plain.seen_bytes - stash.seen_bytes == (NUM_LAYERS - 2) * (normed + statistics)
+
+
+def test_what_is_emptied_without_a_word_ends_the_step(stack, monkeypatch):
+    """Planted: nobody tells the stash. (Copies are done at once: memory is freed under others.)"""
+    emptying(stack, monkeypatch)
+    at_once = lambda _, kind, target, source: partial(target.copy_(source).size)
+    monkeypatch.setattr(ThreadCopyEngine, "_copy", at_once)
+    monkeypatch.setattr(MicroBatchStash, "keep", lambda stash, tensors: None)
+    with pytest.raises(RuntimeError, match="the layer that made it emptied it"):
+        stack.forward(1.0)
 
 
 @pytest.mark.parametrize("stack", CPU_AND_GPU, indirect=True)
