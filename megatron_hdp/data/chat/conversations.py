@@ -11,7 +11,12 @@ import numpy as np
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.chat.masks import Range, TurnFinder, UnmaskableError
 from megatron_hdp.data.chat.megatron_formats import PREFIX, MegatronFormat
-from megatron_hdp.data.chat.rows import BadConversationError, Conversation, read_row
+from megatron_hdp.data.chat.rows import (
+    BadConversationError,
+    Conversation,
+    read_row,
+    require_whole_characters,
+)
 from megatron_hdp.data.chat.templates import CHATML, ChatTemplate
 from megatron_hdp.data.spec import TRAIN_ON
 from megatron_hdp.data.tokenizers import Tokenizer
@@ -113,10 +118,9 @@ class Conversations:
 
     def _by_template(self, conversation: Conversation) -> ChatTokens:
         conversation, text = self._written(conversation)
+        require_whole_characters(text)
         turns = self._turns(conversation, text)
-        # Half a surrogate pair has no encoding; a character for a character, so places stay.
-        clean = text.encode("utf-8", errors="replace").decode("utf-8")
-        ids, places = self._tokenizer.tokenize_markup(clean)
+        ids, places = self._tokenizer.tokenize_markup(text)
         borders = np.searchsorted(places, np.asarray(turns, dtype=np.int64).reshape(-1, 2))
         return ChatTokens(ids, _normal(borders.astype(np.int64), conversation))
 

@@ -15,7 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
-from megatron_hdp.data.chat.rows import BadConversationError, Conversation, Message
+from megatron_hdp.data.chat.rows import (
+    BadConversationError,
+    Conversation,
+    Message,
+    require_whole_characters,
+)
 from megatron_hdp.data.chat.templates import ChatTemplate
 from megatron_hdp.data.tokenizers import Tokenizer
 
@@ -116,6 +121,7 @@ class MegatronFormat:
             text = "".join(map(self._format.write, conversation.messages))
         else:
             text = self._template.render(conversation.messages)
+        require_whole_characters(text)
         ids, _ = self._tokenizer.tokenize_markup(text)
         masks = self._masks_turns
         is_trained = self._mask(conversation, ids) if masks else np.ones(len(ids), dtype=np.bool_)

@@ -99,6 +99,19 @@ def read_row(row: Any) -> Conversation:
     return Conversation(messages, _tools_of(row), is_trained)
 
 
+def require_whole_characters(text: str) -> None:
+    """Refuse half a surrogate pair, which JSON within a row's texts may hold.
+
+    Raises:
+        BadConversationError: there is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode()
+        raise BadConversationError(f"half a surrogate pair ({half}), which is no text") from None
+
+
 def _messages_of(row: Message) -> list[Any]:
     """Return the raw messages."""
     if row.get("chosen") is not None and row.get("rejected") is not None:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -17,7 +18,10 @@ from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, 
 from megatron_hdp.data.formats.texts import require_text
 
 _BUFFER_BYTES = 2**20
+_UNPACKED_BYTES = 2**12  # at a time: what lies before a damage by less is not lost
 _MOST_SNIFFED = 2**24
+_HEAD_BYTES = 8192
+_ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*\[\s*[\[{"\]]')
 _BLOCK_BYTES, _PAGE = 2**24, 4096
 _NEWLINE = 10
 _IS_SPACE = np.zeros(256, dtype=np.bool_)
@@ -97,17 +101,38 @@ def _is_blank(file: int, at: int) -> bool:
 
 
 def holds_json_lines(path: str, key: str) -> bool:
-    """Whether the first line that says something is an object with a text under ``key``."""
+    """Whether a file begins with an object with a text under ``key``, or with two, a line each."""
     with open(path, "rb") as stream:
-        line = next(
-            (line for line in iter(lambda: stream.readline(_MOST_SNIFFED), b"") if line.strip()),
-            b"",
-        )
+        lines = filter(bytes.strip, iter(lambda: stream.readline(_MOST_SNIFFED), b""))
+        first = _object(next(lines, b""))
+        if first is None or isinstance(first.get(key), str):
+            return first is not None
+        return _object(next(lines, b"")) is not None
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = _parsed(line)
+        found, _ = _parsed(line)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and isinstance(found.get(key), str)
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def require_no_array(path: str, head: bytes | None = None) -> None:
+    """Refuse a file that is one array, of records or texts, by how it begins.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if head is None:
+        with open(path, "rb") as stream:
+            head = stream.read(_HEAD_BYTES)
+    if _ARRAY.match(head):
+        name = path.removesuffix(".gz").removesuffix(".zst").removesuffix(".json")
+        raise ValueError(
+            f"{path} is one JSON array, expected a JSON object in each line: write it so (jq -c "
+            f"'.[]' {path} > {name}.jsonl; of texts '.[] | {{text: .}}'), or leave it out by a glob"
+        )
 
 
 def _documents(
@@ -123,7 +148,7 @@ def record_of_line(
 ) -> Record | BadRecord:
     """Return the document of a line that is not blank; its number counts from 1."""
     try:
-        row = _parsed(line)
+        row, is_lax = _parsed(line)
     except (ValueError, RecursionError) as error:
         return BadRecord(
             f"{origin.where(number)}: expected one JSON object, found {_excerpt(line)} ({error})",
@@ -131,6 +156,8 @@ def record_of_line(
         )
     value = row.get(key) if key is not None and isinstance(row, dict) else row
     if isinstance(value, dict if key is None else str):
+        if is_lax and (damage := _half_pair_in(value)):
+            return BadRecord(f"{origin.where(number)}: {damage}", num_bytes)
         return Record(value, num_bytes, origin, number)
     expected, remedy = "one JSON object", ""
     if key is not None:
@@ -140,13 +167,23 @@ def record_of_line(
     return BadRecord(message, num_bytes)
 
 
-def _parsed(line: bytes) -> Any:
+def _parsed(line: bytes) -> tuple[Any, bool]:
     """Parse a line; what is too lax for orjson (NaN, half a surrogate pair) json may still take."""
     try:
-        return orjson.loads(line)
+        return orjson.loads(line), False
     except orjson.JSONDecodeError:
-        lax = json.dumps(json.loads(line), ensure_ascii=False)
-        return json.loads(lax.encode("utf-8", errors="replace"))
+        return json.loads(line), True
+
+
+def _half_pair_in(value: Any) -> str | None:
+    """Return what is wrong with a text, or a row, that holds half a surrogate pair; else None."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode()
+        return f"found half a surrogate pair ({half}), expected text: it was cut within a character"
+    return None
 
 
 def _plain(piece: Piece) -> Iterator[tuple[bytes, int]]:
@@ -196,7 +233,9 @@ def _unpacked(piece: Piece) -> Iterator[tuple[bytes, int]]:
     num_lines = num_read = 0
     with open(piece.path, "rb") as raw:
         try:
-            for line in _decompressed(raw, piece.format):
+            lines = _decompressed(raw, piece.format)
+            require_no_array(piece.path, lines.peek()[:_HEAD_BYTES])
+            for line in lines:
                 num_lines += 1
                 num_bytes, num_read = raw.tell() - num_read, raw.tell()
                 yield line, num_bytes
@@ -209,11 +248,26 @@ def _unpacked(piece: Piece) -> Iterator[tuple[bytes, int]]:
             ) from error
 
 
-def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
+def _decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
     if name == "gzip":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES)
+        return io.BufferedReader(_AsItComes(gzip.GzipFile(fileobj=raw)), _BUFFER_BYTES)
     pyarrow = import_extra("pyarrow", raw.name)
-    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), _BUFFER_BYTES)
+    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), _UNPACKED_BYTES)
+
+
+class _AsItComes(io.RawIOBase):
+    """Gives what a stream has, so that an error comes after all that was whole."""
+
+    def __init__(self, stream: io.BufferedIOBase) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        found = self._stream.read1(len(target))
+        target[: len(found)] = found
+        return len(found)
 
 
 def _excerpt(line: bytes) -> str:

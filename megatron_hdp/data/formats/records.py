@@ -75,6 +75,19 @@ class BadRecord:
     """As a record's."""
 
 
+def text_record(raw: bytes, num_bytes: int, origin: Origin, number: int) -> Record | BadRecord:
+    """Return the document of a text as it lies on disk, which is bad if it is no UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        message = (
+            f"{origin.where(number)}: found no UTF-8 (byte {error.start:,} is "
+            f"0x{raw[error.start]:02x}), expected text: convert it, or leave it out"
+        )
+        return BadRecord(message, num_bytes)
+    return Record(raw, num_bytes, origin, number)
+
+
 class Format(ABC):
     """How a file holds records, and what reads them."""
 

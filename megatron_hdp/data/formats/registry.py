@@ -4,7 +4,12 @@ import os
 from collections.abc import Iterator
 
 from megatron_hdp.data.formats.arrow import Arrow
-from megatron_hdp.data.formats.lines import CompressedLines, Lines, holds_json_lines
+from megatron_hdp.data.formats.lines import (
+    CompressedLines,
+    Lines,
+    holds_json_lines,
+    require_no_array,
+)
 from megatron_hdp.data.formats.parquet import Parquet
 from megatron_hdp.data.formats.records import BadRecord, Format, Piece, Record
 from megatron_hdp.data.formats.texts import Text
@@ -16,7 +21,11 @@ _BY_NAME: dict[str, Format] = {one.name: one for one in (_TEXT, _LINES, *_COMPRE
 
 
 def format_of(path: str, key: str | None, *, lines: bool) -> Format:
-    """Return the format of a file; arguments as of `pieces_of`."""
+    """Return the format of a file; arguments as of `pieces_of`.
+
+    Raises:
+        ValueError: it is one JSON array by its beginning, where lines are expected or may be.
+    """
     stem, suffix = os.path.splitext(path.lower())
     lines = lines or key is None
     for table in _TABLES:
@@ -26,17 +35,19 @@ def format_of(path: str, key: str | None, *, lines: bool) -> Format:
     for compressed in _COMPRESSED:
         if suffix in compressed.suffixes and (lines or inner in (*_LINES.suffixes, ".json")):
             return compressed
-    if suffix in _LINES.suffixes or lines:
-        return _LINES
-    if suffix == ".json" and key is not None and holds_json_lines(path, key):
-        return _LINES
-    return _TEXT
+    if not (lines or suffix in (*_LINES.suffixes, ".json")):
+        return _TEXT
+    require_no_array(path)
+    if suffix == ".json" and not lines:
+        assert key is not None
+        return _LINES if holds_json_lines(path, key) else _TEXT
+    return _LINES
 
 
 def pieces_of(path: str, key: str | None, *, lines: bool, piece_bytes: int) -> list[Piece]:
     """Cut a file into pieces of about a size that can be read apart, in order.
 
-    Its format follows from its name, of a ``.json`` also from its first line; what is no table
+    Its format follows from its name, of a ``.json`` also from its first lines; what is no table
     holds JSON lines if `lines` says so, else one text. Without a key of the text, rows are wanted.
 
     Raises:

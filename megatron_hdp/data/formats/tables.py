@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hdp.data.extras import import_extra
-from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
+from megatron_hdp.data.formats.records import (
+    BadRecord,
+    Format,
+    Origin,
+    Piece,
+    Record,
+    text_record,
+)
 
 ROWS_AT_ONCE = 128  # documents may be long
 BUFFER_BYTES = 2**20
@@ -130,6 +137,8 @@ def record_of_value(
     if value is None:
         message = f"{origin.where(number)}: expected a string under {key!r}, found null"
         return BadRecord(message, num_bytes)
+    if key is not None:
+        return text_record(value, num_bytes, origin, number)
     return Record(value, num_bytes, origin, number)
 
 

@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from megatron_hdp.data.formats.records import Format, Origin, Piece, Record
+from megatron_hdp.data.formats.records import (
+    BadRecord,
+    Format,
+    Origin,
+    Piece,
+    Record,
+    text_record,
+)
 
 _HEAD_BYTES = 8192
 _COMPRESSED = {
@@ -21,12 +28,12 @@ class Text(Format):
 
     name = "text"
 
-    def read(self, piece: Piece, key: str | None) -> Iterator[Record]:
+    def read(self, piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
         """Yield the one record."""
         require_text(piece.path)
         with open(piece.path, "rb") as stream:
             raw = stream.read()
-        yield Record(raw, len(raw), Origin(piece.path, "line"), 0)
+        yield text_record(raw, len(raw), Origin(piece.path, "line"), 0)
 
 
 def require_text(path: str) -> None:

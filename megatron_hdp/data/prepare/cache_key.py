@@ -15,7 +15,7 @@ from megatron_hdp.data.prepare.shard_run import Tell
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tokenizers import tokenizer_identity
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of what is prepared: a change that makes other tokens of the same files makes it another."""
 _KEY_DIGITS = 16
 _THREADS = 4

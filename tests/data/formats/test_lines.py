@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 
@@ -64,11 +65,19 @@ def test_cuts_anywhere_give_each_line_once(tmp_path, piece_bytes, ending):
 def test_what_json_takes_and_orjson_does_not(tmp_path):
     lines = [
         b'\xef\xbb\xbf{"text": "mark"}',
-        b'{"text": "half \\ud800", "score": NaN}',
+        b'{"text": "number", "score": NaN, "other": "half \\ud800"}',
         b'{"text": "whole \\ud83d\\ude00"}',
     ]
     path = write(tmp_path / "x.jsonl", b"\n".join(lines))
-    assert values(path) == ["mark", "half ?", "whole \U0001f600"]
+    assert values(path) == ["mark", "number", "whole \U0001f600"]
+
+
+@pytest.mark.parametrize("key", ["text", None])
+def test_half_a_surrogate_pair_is_damage(tmp_path, key):
+    path = write(tmp_path / "x.jsonl", b'{"text": "a"}\n{"text": "half \\uD83D."}\n')
+    _, bad = records(path, key)
+    assert isinstance(bad, BadRecord)
+    assert bad.message.startswith(rf"{path}, line 2: found half a surrogate pair (\ud83d)")
 
 
 @pytest.mark.parametrize(
@@ -109,9 +118,41 @@ def test_a_damaged_file_says_after_which_line(tmp_path, name, damage):
         records(path)
 
 
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
+def test_what_lies_before_a_damage_is_read(tmp_path, name):
+    lines = [b'{"text": "%s"}\n' % os.urandom(1000).hex().encode() for _ in range(300)]
+    path = write(tmp_path / name, b"".join(lines))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"after line [123]\d\d "):
+        records(path)
+
+
 def test_another_json_is_a_text(tmp_path):
-    for raw in (b'{\n"text": "a"}', b'[{"text": "a"}]', b'{"body": "x"}', b"", b"\n\n"):
+    for raw in (b'{\n"text": "a"}', b"[1, 2]", b'{"body": "x"}', b"", b"\n\n"):
         assert values(write(tmp_path / "x.json", raw)) == [raw]
+
+
+def test_lines_without_the_key_are_lines(tmp_path):
+    found = records(write(tmp_path / "x.json", b'{"body": "x"}\n{"body": "y"}\n'))
+    assert [bad.message.endswith("(--json-key, or key of a source)") for bad in found] == [True] * 2
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.json.gz", "x.jsonl.zst"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'[{"text": "a"}]',
+        b'\n[\n {\n"text": "a"}]',
+        b'\xef\xbb\xbf["a"]',
+        b"[]",
+        b'[\n["a"], []]\n',
+    ],
+)
+@pytest.mark.parametrize("key", ["text", None])
+def test_an_array_of_records_is_refused(tmp_path, name, raw, key):
+    path = write(tmp_path / name, raw)
+    with pytest.raises(ValueError, match=rf"{path} is one JSON array.*jq -c '.\[\]' .*/x.jsonl?"):
+        records(path, key)
 
 
 def test_zstd_names_the_extra(tmp_path, monkeypatch):

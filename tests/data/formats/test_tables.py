@@ -62,10 +62,13 @@ def test_a_column_with_a_dictionary_and_one_with_a_dot(tmp_path):
     assert texts(dotted, key="a.b") == ["x"]
 
 
-def test_text_that_is_no_utf8_is_read_as_it_lies(tmp_path):
-    column = pyarrow.array([b"\xff"]).view(pyarrow.string())
-    path = write(tmp_path / "x.arrow", pyarrow.table({"text": column}))
-    assert [record.value for record in records(path)] == [b"\xff"]
+@pytest.mark.parametrize("name", ["x.arrow", "x.parquet"])
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.binary()])
+def test_text_that_is_no_utf8_is_bad(tmp_path, name, kind):
+    column = pyarrow.array([b"a", b"a\xff"]).view(kind)
+    good, bad = records(write(tmp_path / name, pyarrow.table({"text": column})))
+    assert good.value == b"a" and isinstance(bad, BadRecord)
+    assert f"{name}, row 2: found no UTF-8 (byte 1 is 0xff)" in bad.message
 
 
 def test_null_is_bad(tmp_path):

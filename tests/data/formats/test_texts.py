@@ -15,12 +15,18 @@ def records(path):
     ]
 
 
-@pytest.mark.parametrize("raw", [b"", b"text\n", b"\xff not UTF-8", b"long " * 10])
+@pytest.mark.parametrize("raw", [b"", b"text\n", "ä".encode(), b"long " * 10])
 def test_a_file_is_a_document(tmp_path, raw):
     path = tmp_path / "x.txt"
     path.write_bytes(raw)
     (record,) = records(path)
     assert (record.value, record.num_bytes, record.where) == (raw, len(raw), str(path))
+
+
+def test_text_that_is_no_utf8_is_bad(tmp_path):
+    (tmp_path / "x.txt").write_bytes("ä".encode("latin-1"))
+    (bad,) = records(tmp_path / "x.txt")
+    assert bad.message.startswith(f"{tmp_path}/x.txt: found no UTF-8 (byte 0 is 0xe4)")
 
 
 def test_a_compressed_text_may_be_lines(tmp_path):
