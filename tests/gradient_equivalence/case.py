@@ -107,9 +107,9 @@ def mixed(folder: Path, case: Case) -> TrainingArguments:
 
 @contextmanager
 def emptied_outputs() -> Iterator[None]:
-    """Within it Megatron recomputes norms and activations, which needs names of TransformerEngine's.
+    """Within it Megatron recomputes norms and activations without TransformerEngine.
 
-    That it needs them without FP8, too, is a slip of Megatron's.
+    It asks that whether FP8 is on.
     """
     names = {
         "FP8GlobalStateManager": mock.Mock(is_fp8_enabled=lambda: False),

@@ -388,7 +388,10 @@ class HdpExecutor:
         targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
         # without gradients nothing is saved
         ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
-        with self.offload.micro_batch(ratio, len(micro_batch.tokens)) as stash, _emptied_kept(stash):
+        with (
+            self.offload.micro_batch(ratio, len(micro_batch.tokens)) as stash,
+            _emptied_kept(stash),
+        ):
             # the last stage's loss or logits, else activations for the next stage
             output = model(
                 tensors["tokens"][None],

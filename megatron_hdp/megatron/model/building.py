@@ -110,8 +110,9 @@ def check_recomputation(args: Any) -> None:
         )
     if "mlp" in modules and args.add_bias_linear:
         raise OptionError(
-            "--recompute-modules mlp: found biases, expected none, because Megatron's recomputation "
-            "of an MLP with them never ends: add --disable-bias-linear, or leave mlp out"
+            "--recompute-modules mlp: found biases, expected none, because Megatron's "
+            "recomputation of an MLP with them never ends: add --disable-bias-linear, or leave mlp "
+            "out"
         )
 
 

@@ -166,8 +166,9 @@ def test_what_its_maker_empties_stays(stack, ratio, monkeypatch):
 def test_what_is_emptied_without_a_word_ends_the_step(stack, monkeypatch):
     """Planted: nobody tells the stash. (Copies are done at once: memory is freed under others.)"""
     emptying(stack, monkeypatch)
-    at_once = lambda _, kind, target, source: partial(target.copy_(source).size)
-    monkeypatch.setattr(ThreadCopyEngine, "_copy", at_once)
+    monkeypatch.setattr(
+        ThreadCopyEngine, "_copy", lambda _, kind, target, source: target.copy_(source).size
+    )
     monkeypatch.setattr(MicroBatchStash, "keep", lambda stash, tensors: None)
     with pytest.raises(RuntimeError, match="the layer that made it emptied it"):
         stack.forward(1.0)
