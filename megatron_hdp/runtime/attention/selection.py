@@ -24,6 +24,7 @@ from megatron_hdp.runtime.kernels import (
 )
 from megatron_hdp.runtime.ring import RingAttention, RingComm, RingGroup
 
+_Loader = Callable[[RunShapes, RingComm | None], AttentionBackend]
 OUR_RING = "flash-attn or torch"
 """Those whose kernels serve our own ring."""
 
@@ -66,7 +67,7 @@ def select_attention(
         ValueError: there is none, or not the one that was chosen; says why.
     """
     refused: dict[str, str] = {}
-    for name in _SEVERAL.get(choice, (choice,)):
+    for name in _names(choice, shapes):
         try:
             backend = _LOADERS[name](shapes, comm)
             differ = shapes.value_dim not in (None, shapes.head_dim)
@@ -79,6 +80,8 @@ def select_attention(
                     try_out_ring(backend, comm, shapes)
                 notes = backend.check(shapes)
         except _REFUSALS as error:
+            if name in _NEWER:
+                TorchFlashKernel.restore()
             why = " ".join(str(error).split())
             ours = isinstance(error, ValueError)  # a sentence that needs no class before it
             refused[name] = why if ours else f"{type(error).__name__}: {why[:300]}"
@@ -114,6 +117,17 @@ def _flash_attn(shapes: RunShapes, comm: RingComm | None) -> AttentionBackend:
     return RingAttention(FlashAttnKernel())
 
 
+def _newer_flash(newer: str) -> _Loader:
+    """PyTorch's flash kernels in place of which a newer package's run, wherever they are called."""
+
+    def load(shapes: RunShapes, comm: RingComm | None) -> AttentionBackend:
+        if (why := refusal(shapes.dtype, shapes.largest_head)) is not None:
+            raise ValueError(why)
+        return RingAttention(TorchFlashKernel(newer))
+
+    return load
+
+
 def _torch(shapes: RunShapes, comm: RingComm | None) -> AttentionBackend:
     if shapes.device.type == "cpu":
         return RingAttention(CpuFlashKernel())
@@ -127,10 +141,21 @@ def _require_gpu(shapes: RunShapes) -> None:
         raise ValueError(f"found device '{shapes.device}'; it needs an NVIDIA GPU")
 
 
-_Loader = Callable[[RunShapes, RingComm | None], AttentionBackend]
+_NEWER = ("FlashAttention 3", "FlashAttention 4")  # from Hopper on, where their packages are
 _LOADERS: dict[str, _Loader] = {  # in order of preference
     "transformer-engine": _transformer_engine,
+    _NEWER[0]: _newer_flash("FA3"),
+    _NEWER[1]: _newer_flash("FA4"),
     "flash-attn": _flash_attn,
     "torch": _torch,
 }
-_SEVERAL = {"auto": tuple(_LOADERS), OUR_RING: ("flash-attn", "torch")}
+_SEVERAL = {
+    "auto": tuple(_LOADERS),
+    OUR_RING: (*_NEWER, "flash-attn", "torch"),
+    "torch": (*_NEWER, "torch"),
+}
+
+
+def _names(choice: str, shapes: RunShapes) -> tuple[str, ...]:
+    names = _SEVERAL.get(choice, (choice,))
+    return tuple(name for name in names if name not in _NEWER or shapes.device.type == "cuda")

@@ -1,4 +1,4 @@
-"""Flash-attention's varlen kernels for GPUs as block kernels: PyTorch's own, and flash-attn's.
+"""Flash-attention's varlen kernels for GPUs as block kernels: PyTorch's, and flash-attn's.
 
 Both keep the log-sum-exp as contiguous float32 ``[heads, t]`` and read it by its address, so it
 travels as a transposed view of that. Both want bfloat16 or float16, and head dimensions that are
@@ -7,6 +7,7 @@ multiples of 8 up to 256.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,9 +28,30 @@ def refusal(dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 class TorchFlashKernel:
-    """The flash-attention kernels that PyTorch is built with (`aten._flash_attention_*`)."""
+    """The flash-attention kernels of PyTorch (`aten._flash_attention_*`): FlashAttention 2.
 
-    name = "torch-flash"
+    Args:
+        newer: "FA3" or "FA4" instead, in the whole process from now on (`restore` ends it).
+
+    Raises:
+        ImportError: PyTorch or the package of the newer ones is missing or too old.
+        RuntimeError, ValueError: PyTorch does not take them.
+    """
+
+    def __init__(self, newer: str | None = None) -> None:
+        if newer is not None:
+            from torch.nn.attention import activate_flash_attention_impl
+
+            activate_flash_attention_impl(newer)
+        self.name = "torch-flash" if newer is None else f"torch-flash {newer}"
+
+    @staticmethod
+    def restore() -> None:
+        """FlashAttention 2 again; nothing where PyTorch knows no other."""
+        with suppress(ImportError):
+            from torch.nn.attention import restore_flash_attention_impl
+
+            restore_flash_attention_impl(_raise_warn=False)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, scale: float

@@ -1,9 +1,11 @@
 """Which attention is chosen, with packages and a GPU that are faked; several in one run."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention import _registry
 
 from megatron_hdp.runtime.attention import AttentionByLatent, RunShapes, with_latent_ring
 from megatron_hdp.runtime.attention import selection as attention
@@ -26,13 +28,21 @@ class Named:
         return self.name, window, sink
 
 
-class Loaders:
-    """Fakes what loads; `missing` says which does not, and how."""
+OLDER = {
+    choice: tuple(name for name in names if name not in attention._NEWER)
+    for choice, names in attention._SEVERAL.items()
+}
 
-    def __init__(self, monkeypatch, **missing):
+
+class Loaders:
+    """Fakes what loads; `missing` says which does not, and how. Newer flash kernels: if told."""
+
+    def __init__(self, monkeypatch, newer=(), **missing):
         self.tried = []
+        names = {name: (*newer, *choices) for name, choices in OLDER.items()}
+        monkeypatch.setattr(attention, "_SEVERAL", names)
         for name in attention._LOADERS:
-            error = missing.get(name.replace("-", "_"))
+            error = missing.get(name.replace("-", "_").replace(" ", "_"))
             monkeypatch.setitem(attention._LOADERS, name, self.loader(name, error))
         monkeypatch.setattr(attention, "try_out", lambda backend, *how: self.tried.append(backend))
 
@@ -81,7 +91,7 @@ def test_a_choice_that_cannot_be_had_is_an_error(monkeypatch):
 def test_where_nothing_serves_every_reason_is_given():
     with pytest.raises(ValueError) as error:
         select_attention(replace(ON_GPU, device=torch.device("meta")))
-    for name in attention._LOADERS:
+    for name in OLDER["auto"]:
         assert f"{name}: found device 'meta'; it needs an NVIDIA GPU" in str(error.value)
 
 
@@ -133,6 +143,54 @@ def test_torch_on_a_gpu_takes_flash_kernels_where_they_fit(
     monkeypatch.setattr(attention, "try_out", lambda *how: None)
     shapes = RunShapes(ON_GPU.device, dtype, head_dim, value_dim=value_dim)
     assert select_attention(shapes, "torch").backend.name == name
+
+
+class Flash:
+    """What PyTorch's registry holds of a newer package: notes when it is put in and taken out."""
+
+    def __init__(self, events, name):
+        self._events, self._name = events, name
+        events.append(f"{name} in")
+
+    def remove(self):
+        self._events.append(f"{self._name} out")
+
+
+@pytest.mark.parametrize(
+    ("installed", "fails", "taken", "expected"),
+    [
+        (("FA3", "FA4"), (), "torch-flash FA3", ["FA3 in", "tried"]),
+        (("FA4",), (), "torch-flash FA4", ["FA4 in", "tried"]),
+        (("FA3",), ("FA3",), "torch-flash", ["FA3 in", "tried", "FA3 out", "tried"]),
+        ((), (), "torch-flash", ["tried"]),
+    ],
+)
+def test_the_newest_flash_kernels_that_compute_rightly_serve_our_ring(
+    monkeypatch, installed, fails, taken, expected
+):
+    events = []
+
+    def register(name):
+        if name not in installed:
+            raise ModuleNotFoundError(f"No module named '{name}'")
+        return Flash(events, name)
+
+    def try_out(backend, shapes):
+        if not events or events[-1] != "tried":
+            events.append("tried")
+        if backend.name.split()[-1] in fails:
+            raise RuntimeError("differs by 3 %")
+
+    known = {name: partial(register, name) for name in ("FA3", "FA4")}
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", known)
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_ACTIVE", None)
+    monkeypatch.setattr(attention, "try_out", try_out)
+    selection = select_attention(replace(ON_GPU, value_dim=64), "torch")
+    assert isinstance(selection.backend.kernel, PaddedKernel)  # when it is tried, too
+    assert selection.backend.name == taken and events == expected
+    assert len(selection.refused) == {"FA3": 0, "FA4": 1}.get(taken.split()[-1], 2)
+    select_attention(ON_CPU, "torch")
+    assert events == expected  # a CPU is not asked
 
 
 def test_values_of_another_size_are_tried_and_padded_in_our_own_ring():
