@@ -229,7 +229,7 @@ class HdpExecutor:
             step.reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
         return RankOutcome(
-            losses=tuple(loss.item() for loss in step.losses),
+            losses=tuple(torch.stack(step.losses).tolist()) if step.losses else (),
             source_losses=tuple(step.source_losses.tolist()),
             further_losses=tuple(map(float, step.mtp_losses)),
             until_sync_s=self.timeline.since_start_s(step.reached_sync),

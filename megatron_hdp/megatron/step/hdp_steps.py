@@ -419,7 +419,7 @@ class HdpSteps:
 
         None where a gradient became so in sums of a layer alone. Every rank must call this.
         """
-        norms = [norm.item() for norm in self._gradient_norms]
+        norms = torch.stack(list(self._gradient_norms)).tolist() if self._gradient_norms else []
         return gather_words(self._non_finite(self._ran(), "a gradient of norm", norms))
 
     def _non_finite(self, step: RankStep, name: str, values: Sequence[float]) -> list[NonFinite]:
