@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.mixture import Position, Source, TextSource
-from megatron_hdp.data_plane.asker import Asker, NotOpenError
+from megatron_hdp.data_plane.asker import Asker, NotOpenError, late
 from megatron_hdp.data_plane.hooks import run_hook
 from megatron_hdp.data_plane.names import (
     CONTROL,
@@ -44,7 +44,7 @@ from megatron_hdp.data_plane.roles import (
 )
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import SOCKET
-from megatron_hdp.data_plane.wire import DataPlaneLost, NodeServer, SegmentFolder
+from megatron_hdp.data_plane.wire import NodeServer, SegmentFolder
 
 _THREADS = 16
 _PAUSE_S = 0.05
@@ -147,8 +147,9 @@ class Planner:
         deadline = time.monotonic() + self._asker.timeout_s
         while split not in self._serving:
             if time.monotonic() > deadline:
-                raise DataPlaneLost(
-                    f"split {split} has no loaders after {self._asker.timeout_s:.0f} s"
+                raise late(
+                    f"split {split}: found no loaders after {self._asker.timeout_s:.0f} s, "
+                    "expected some"
                 )
             time.sleep(_PAUSE_S)
         return self._serving[split]
@@ -262,8 +263,9 @@ class _Others(Asker):
             if found.loaders:
                 return found
             if time.monotonic() > deadline:
-                raise DataPlaneLost(
-                    f"the data plane has no loaders after {self.timeout_s:.0f} s: see its log"
+                raise late(
+                    f"split {split}: the planner knew no loaders after {self.timeout_s:.0f} s, "
+                    "expected some"
                 )
             time.sleep(_PAUSE_S)  # the planner was started just now and knows of none yet
 

@@ -46,6 +46,14 @@ class SourceLost(DataPlaneLost, SourceSilent):
         return SourceLost, self._all
 
 
+def late(what: str) -> DataPlaneLost:
+    """Return the error of a part of the data plane that does not come or answer in time."""
+    return DataPlaneLost(
+        f"{what}: raise timeout-s of loaders in the file of --hdp-data if the nodes are that busy, "
+        "and start the job again; it resumes from its checkpoint"
+    )
+
+
 class Asker:
     """Asks the actors of one plane, by their names, from any thread.
 
@@ -101,9 +109,9 @@ class Asker:
                     raise
                 why = str(error).splitlines()[0]
                 time.sleep(_PAUSE_S)
-        raise DataPlaneLost(
+        raise late(
             f"{name} of the data plane gave no answer to '{method}' within {timeout_s:.0f} s "
-            f"({why})"
+            f"({why}), expected one"
         )
 
     def load(self, source: str, loaders: Sequence[str], wanted: Wanted) -> Loaded:

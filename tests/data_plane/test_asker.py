@@ -154,5 +154,6 @@ def test_a_planner_that_is_being_started_is_waited_for(plane):
 def test_a_planner_that_stays_away_is_named(plane, planner, why, limits):
     actors = {} if planner is None else {"planner": Actor(planner)}
     asker = plane(timeout_s=limits[0], **actors)
-    with pytest.raises(DataPlaneLost, match=f"planner .*'answer' within 0 s .*{why}"):
+    with pytest.raises(DataPlaneLost, match=f"planner .*'answer' within 0 s .*{why}") as caught:
         asker.ask("planner", "answer", timeout_s=limits[1])
+    assert "expected one: raise timeout-s of loaders" in str(caught.value)

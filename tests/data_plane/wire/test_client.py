@@ -91,6 +91,17 @@ def test_no_answer_in_time_is_an_error_and_its_late_answer_is_dropped(server, ec
         assert client.call({"request": "next"}, 5.0)["answer"] == {"request": "next"}
 
 
+def test_a_request_behind_another_one_has_its_own_time_limit(server, echo, path):
+    with client_of(path) as client, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(client.call, {"request": "wait"}, 60.0)
+        until(lambda: echo.asked)
+        with pytest.raises(DataPlaneLost, match="for 'get' .* earlier request still waits"):
+            client.call({"request": "get"}, 0.1)
+        echo.may_answer.set()
+        assert asked.result(60.0)["answer"] == {"request": "wait"}
+        assert client.call({"request": "get"}, 60.0)["answer"] == {"request": "get"}
+
+
 def test_threads_get_their_own_answers(server, path):
     def ask(name):
         requests = [{"request": name, "i": i} for i in range(50)]
