@@ -78,7 +78,9 @@ ROOMS: dict[str, set[str]] = {
         *{"megatron/execution", "megatron/step"},
         *{"planner", "data", "runtime"},
     },
-    "megatron/doctor": {"planner", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
+    "megatron/doctor": {
+        *{"planner", "data_plane", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
+    },
     "session": {"planner", "data", "runtime", "megatron"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "profile": {"planner", "data", "simulator", "runtime", "megatron"},

@@ -1,8 +1,7 @@
-"""One node's part of the data plane: ``python -m megatron_hdp.data_plane.host``, started by a rank.
+"""One node's part of the data plane: ``python -m megatron_hdp.data_plane.host``, run by its keeper.
 
 It starts Ray on the node or joins a cluster, starts the node's constructor and, on the first node,
-planner and loaders, and watches them. It ends with the rank that started it, and takes along all
-that it started.
+planner and loaders, and watches them. Its keeper ends what it started, however it ends itself.
 """
 
 from __future__ import annotations
@@ -22,8 +21,15 @@ from ray.exceptions import RayError
 
 from megatron_hdp.data_plane.actors import start_constructor, start_planner
 from megatron_hdp.data_plane.cluster.connect import connected
-from megatron_hdp.data_plane.cluster.ray_node import WARNINGS, ray_node
-from megatron_hdp.data_plane.names import CONTROL, END_SIGNAL, NAMESPACE, constructor_of
+from megatron_hdp.data_plane.cluster.job_folder import RAY
+from megatron_hdp.data_plane.cluster.ray_node import ray_node
+from megatron_hdp.data_plane.names import (
+    CONTROL,
+    END_SIGNAL,
+    NAMESPACE,
+    WARNINGS,
+    constructor_of,
+)
 from megatron_hdp.data_plane.node_files import mark_alive, mark_lost, write_status
 from megatron_hdp.data_plane.supervisor import Supervisor
 from megatron_hdp.exit_codes import ExitCode
@@ -36,21 +42,31 @@ _ANSWER_S = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one node's part until it is told to end, or Ray is lost; return an exit code."""
     options = _parser().parse_args(argv)
-    # Slurm warns every process of a job's step; ranks save then, and still want their data
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
     signal.signal(END_SIGNAL, lambda number, frame: sys.exit(ExitCode.DONE))
     folder = Path(options.folder)
     mark_alive(folder)
+    more: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": True}
+
+    def say_lost(why: str) -> None:
+        mark_lost(folder, why)
+        print(f"data plane: node {options.node}: {why}", file=sys.stderr, flush=True)
+
+    def end_lost(why: str) -> None:
+        say_lost(why)
+        os._exit(ExitCode.FAILED)
+
     try:
         with ExitStack() as stack:
-            address, start_s, node = options.address, options.timeout, None
+            address, start_s = options.address, options.timeout
             if address is not None:
-                node = stack.enter_context(ray_node(address, options.node, start_s))
-            with connected(address, node, start_s, namespace=NAMESPACE, log_to_driver=True):
-                _Host(options).run(node)
+                ray_here = ray_node(address, options.node, folder, start_s, end_lost)
+                stack.enter_context(ray_here)
+                more["_temp_dir"] = f"{folder}/{RAY}"  # another node may be on this host, too
+            with connected(address, start_s, **more):
+                _Host(options).run()
     except (OSError, ValueError, RuntimeError, RayError) as error:
-        mark_lost(folder, str(error))
-        print(f"data plane: node {options.node}: {error}", file=sys.stderr, flush=True)
+        say_lost(str(error))
         return ExitCode.FAILED
     return ExitCode.DONE
 
@@ -73,16 +89,10 @@ class _Host:
             self._planner = start_planner(self._plane, self._folder, options.timeout)
             self._supervisor = Supervisor(self._plane, self._planner, options.spares)
 
-    def run(self, process: Any) -> None:
-        """Look at everything, again and again.
-
-        Raises:
-            RuntimeError: Ray on this node has ended.
-        """
+    def run(self) -> None:
+        """Look at everything, again and again."""
         began = time.monotonic()
         while True:
-            if process is not None and process.poll() is not None:
-                raise RuntimeError(f"Ray on this node has ended with {process.returncode}")
             self._look()
             quick = time.monotonic() - began < _ANSWER_S
             time.sleep(_FIRST_LOOKS_S if quick else _LOOK_S)

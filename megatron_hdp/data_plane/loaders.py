@@ -12,10 +12,10 @@ from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.steps import RankStep, Reader
-from megatron_hdp.data_plane.node_files import why_lost
+from megatron_hdp.data_plane.node_files import log_of, mark_lost, why_lost
 from megatron_hdp.data_plane.records import to_plain
 from megatron_hdp.data_plane.setup import SplitSetup
-from megatron_hdp.data_plane.wire import NodeClient, SegmentFolder, unpack
+from megatron_hdp.data_plane.wire import DataPlaneLost, NodeClient, SegmentFolder, unpack
 
 _SPARE_S = 30.0  # what the constructor may need beyond its own time limit, to say so
 _TRIES = 3
@@ -59,9 +59,17 @@ class RayLoaders:
 
         Raises:
             ValueError: nothing of the step carries loss, or the data cannot be read.
-            DataPlaneLost: the data plane does not answer.
+            DataPlaneLost: the data plane does not answer; its log stays.
         """
-        return self._ahead.get(position)
+        try:
+            return self._ahead.get(position)
+        except DataPlaneLost as error:
+            folder = self._socket.parent
+            try:
+                mark_lost(folder, str(error))
+            except OSError:  # no folder, or no room in it
+                raise error from None
+            raise DataPlaneLost(f"{error}; its log is {log_of(folder)}") from error
 
     def statically(self, step: RankStep, failure: str) -> RankStep:
         """Never needed: one planner answers all ranks alike."""

@@ -4,11 +4,11 @@ import signal
 
 NAMESPACE = "megatron_hdp"
 END_SIGNAL = signal.SIGUSR2
-"""By which a rank ends its node's host; SIGTERM and SIGUSR1 warn all processes of a job."""
+"""By which a rank ends its node's part of a plane, as its death does."""
+WARNINGS = {signal.SIGTERM, signal.SIGUSR1}
+"""By which Slurm warns all processes of a job; ranks save then, and still want their data."""
 CONTROL = "control"
 """Concurrency group of those methods of a planner that wait for nobody: they always get through."""
-PREFIX = "hdp-data-"
-"""Of the names of planes, and of their folders on each node."""
 
 
 def planner_of(plane: str) -> str:

@@ -16,10 +16,11 @@ from typing import Any
 
 import orjson
 
-from megatron_hdp.data_plane.cluster.job_folder import lock_in
+from megatron_hdp.data_plane.cluster.job_folder import LOST, lock_in
 from megatron_hdp.files import write_atomically
 
-_ALIVE, _LOST, _STATUS = "alive", "lost", "status.json"
+_ALIVE, _STATUS, _LOG = "alive", "status.json", "log"
+_TAIL_LINES, _TAIL_BYTES = 20, 1 << 16
 write_own = partial(write_atomically, durable=False, mode=0o600)
 """Write a file of a plane, which its user alone may read; it need not outlast the machine."""
 
@@ -30,14 +31,34 @@ def mark_alive(folder: Path) -> None:
 
 
 def mark_lost(folder: Path, why: str) -> None:
-    """Tell the node's ranks, before this process ends, why it does."""
-    write_own(folder / _LOST, why.encode())
+    """Tell the node's ranks why its part has ended for good, unless that is told; the log stays."""
+    if not (folder / LOST).exists():
+        write_own(folder / LOST, why.encode())
+
+
+def log_of(folder: Path) -> Path:
+    """Return where a node's part writes what it has to say."""
+    return folder / _LOG
+
+
+def last_words(folder: Path) -> str | None:
+    """Return how the node's part ended, with the last lines of its log; None if it ended well."""
+    if not (folder / LOST).exists():
+        return None
+    with log_of(folder).open("rb") as log:
+        log.seek(max(log.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+        lines = log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    tail = "".join(f"\n  {line}" for line in lines)
+    return (
+        f"data plane: it ended badly, so its log and Ray's stay in {folder}, until "
+        f"`megatron-hdp doctor --clean-up`; the last lines of {log_of(folder)}:{tail}"
+    )
 
 
 def why_lost(folder: Path) -> str | None:
     """Return why the node's part has ended for good; None while it lives or is being started."""
     with suppress(OSError):
-        return (folder / _LOST).read_text()
+        return (folder / LOST).read_text()
     try:
         file = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
+from megatron_hdp.data_plane import keeper
+from megatron_hdp.data_plane.cluster.job_folder import PREFIX, SHARED_MEMORY, folder_of_job
 from megatron_hdp.data_plane.cluster.ray_node import free_port
-from megatron_hdp.data_plane.names import END_SIGNAL, PREFIX
-from megatron_hdp.data_plane.wire import SHARED_MEMORY
-from megatron_hdp.processes import end_with_parent
+from megatron_hdp.data_plane.names import END_SIGNAL
+from megatron_hdp.data_plane.node_files import last_words, log_of
 
 _END_S = 20.0
 SOCKET = "node.sock"
@@ -74,11 +74,11 @@ def node_of_plane(
         The node's folder, in which the socket will be.
     """
     with (
-        folder_of_job(PREFIX) as (folder, lock),
-        folder_of_job(PREFIX, SHARED_MEMORY) as (shared, shared_lock),
+        folder_of_job() as (folder, lock),
+        folder_of_job(SHARED_MEMORY) as (shared, shared_lock),
     ):
         words = [
-            *(sys.executable, "-m", "megatron_hdp.data_plane.host"),
+            *(sys.executable, "-m", "megatron_hdp.data_plane.keeper", folder, shared),
             *("--plane", place.name, "--timeout", str(timeout_s)),
             *("--folder", folder, "--shared", shared),
             *("--node", str(node), "--nodes", str(place.num_nodes)),
@@ -94,7 +94,7 @@ def node_of_plane(
             environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.token}
             if place.num_nodes == 1:
                 environment[_LOOPBACK] = "0"
-        with open(Path(folder) / "log", "wb") as log:
+        with log_of(Path(folder)).open("wb") as log:
             process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -102,7 +102,7 @@ def node_of_plane(
                 stderr=subprocess.STDOUT,
                 env=environment,
                 pass_fds=(lock, shared_lock),
-                preexec_fn=partial(end_with_parent, os.getpid()),
+                preexec_fn=partial(keeper.begin, os.getpid()),
                 start_new_session=True,  # Ctrl-C is for ranks, which save and still want data
             )
         try:
@@ -114,3 +114,5 @@ def node_of_plane(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if words_at_end := last_words(Path(folder)):
+                print(words_at_end, file=sys.stderr, flush=True)

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_hdp.data_plane.cluster.job_folder import folders_of_living_jobs
-from megatron_hdp.data_plane.names import PREFIX
+from megatron_hdp.data_plane.cluster.job_folder import folders_of_jobs
 from megatron_hdp.data_plane.node_files import read_status
 
 _MB = 1e6
@@ -37,7 +36,7 @@ class Watcher:
         planes: dict[str, Any] = {}
         starting = []
         now = time.time()
-        for folder in folders_of_living_jobs(PREFIX, self._parent):
+        for folder in folders_of_jobs(self._parent, alive=True):
             status = read_status(folder)
             if status is None:
                 starting.append(str(folder))

@@ -3,6 +3,6 @@
 Needs the standard library alone, so that it comes before all that takes time to import.
 """
 
-from megatron_hdp.processes.children import bound_to_this_process, end_with_parent
+from megatron_hdp.processes.children import adopt_orphans, bound_to_this_process, end_with_parent
 
-__all__ = ["bound_to_this_process", "end_with_parent"]
+__all__ = ["adopt_orphans", "bound_to_this_process", "end_with_parent"]

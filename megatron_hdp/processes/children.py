@@ -12,6 +12,7 @@ from multiprocessing import spawn
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that comes when the parent ends
+_PR_SET_CHILD_SUBREAPER = 36  # orphans below this process become its children
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _bound = False
 _parent = 0
@@ -45,21 +46,28 @@ def bound_to_this_process() -> Iterator[None]:
         spawn.get_command_line = command_line
 
 
-def end_with_parent(parent: int) -> bool:
-    """This process gets SIGKILL when its parent ends, the thread of it that started this process.
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> bool:
+    """This process gets a signal when its parent ends, the thread of it that started this process.
 
     Args:
         parent: its process id; if that has ended already, so does this process.
+        number: of the signal.
 
     Returns:
         False on other systems than Linux, where nothing happens.
     """
     if _libc is None:
         return False
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the signal was asked for
         os._exit(1)
     return True
+
+
+def adopt_orphans() -> None:
+    """What is started below this process, at any depth, becomes its child when its parent ends."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _with_bond(command_line: Callable[..., list[str]]) -> Callable[..., list[str]]:

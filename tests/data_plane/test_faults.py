@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from megatron_hdp.data.mixture import Position
+from megatron_hdp.data_plane.cluster.job_folder import remove_dead
 from megatron_hdp.data_plane.wire import DataPlaneLost
 from tests.support import node
 from tests.support.plane import processes_of, running_plane
@@ -107,8 +108,8 @@ def test_random_kills(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["gcs_server", "raylet", "megatron_hdp.data_plane.host"])
-def test_what_never_comes_back_is_told_at_once(tmp_path, what):
-    with running_plane(write_pairs(tmp_path)) as plane:
+def test_what_never_comes_back_is_told_at_once(tmp_path, what, capfd):
+    with running_plane(write_pairs(tmp_path), log_stays=True) as plane:
         steps(plane)
         host = psutil.Process(plane.status()["pid"])
         processes = [host, *host.children(recursive=True)]
@@ -118,7 +119,10 @@ def test_what_never_comes_back_is_told_at_once(tmp_path, what):
             for _ in range(100):
                 plane.step()
                 time.sleep(0.1)
-        assert "start the job again" in str(lost.value)
+        log = plane.folder / "log"
+    assert "start the job again" in str(lost.value) and str(lost.value).endswith(f" {log}")
+    assert f"the last lines of {log}:\n" in capfd.readouterr().err
+    assert log.exists() and remove_dead(plane.folder, even_lost=True)
 
 
 def test_no_process_outlives_the_one_that_started_the_plane(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import Reader
+from megatron_hdp.data_plane.cluster.job_folder import LOST
 from megatron_hdp.data_plane.loaders import RayLoaders
 from megatron_hdp.data_plane.node_service import NodeService
 from megatron_hdp.data_plane.records import to_plain
@@ -278,5 +279,8 @@ def test_what_hangs_is_named_to_the_rank(ranks, others, service, when):
         raise DataPlaneLost("source 'web' gave no tokens")
 
     others.plan, others.load = plan, load
-    with pytest.raises(DataPlaneLost, match="gave no (tokens|answer)"):
+    with pytest.raises(DataPlaneLost, match="gave no (tokens|answer)") as caught:
         ranks(Reader(0, V)).get(Position())
+    folder = service._segments.path.parent  # the node's, too
+    assert str(caught.value).endswith(f"; its log is {folder}/log")
+    assert (folder / LOST).read_text() in str(caught.value)  # so that the log stays

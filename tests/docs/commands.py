@@ -62,6 +62,9 @@ COMMANDS = {
     "megatron-hdp doctor": Elsewhere(
         "tests/megatron/doctor/test_doctor.py::test_training_can_run_here"
     ),
+    "megatron-hdp doctor --clean-up": Elsewhere(
+        "tests/megatron/doctor/test_doctor.py::test_what_dead_jobs_left_behind_is_shown_and_removed"
+    ),
     "cd Megatron-LM; megatron-hdp doctor": Elsewhere(
         "tests/megatron/lm/test_checkout.py::test_every_patch_is_listed_with_its_reason_and_what_does_not_fit"
     ),

@@ -58,7 +58,7 @@ class RunningPlane:
 
 
 @contextmanager
-def running_plane(path, num_ranks=4, timeout_s=60.0, **loaders):
+def running_plane(path, num_ranks=4, timeout_s=60.0, log_stays=False, **loaders):
     """A plane over the training split of a file of --hdp-data; nothing of it is left behind."""
     setup = setup_of(path, plan_settings(num_ranks=num_ranks), **loaders)
     place = PlanePlace.make("127.0.0.1", 1)
@@ -73,7 +73,7 @@ def running_plane(path, num_ranks=4, timeout_s=60.0, **loaders):
             raise
         finally:
             plane.close()
-    assert not folder.exists()
+    assert folder.exists() is log_stays
     assert not processes_of(folder)
 
 

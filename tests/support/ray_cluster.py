@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
+from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 from megatron_hdp.data_plane.cluster.ray_node import ray_node
 from megatron_hdp.data_plane.starting import _LOOPBACK
 from tests.support.processes import free_port
@@ -58,6 +60,10 @@ def running_cluster(num_cpus: int = 2) -> Iterator[Cluster]:
         **{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)},
         **{_LOOPBACK: "0", "SLURM_CPUS_ON_NODE": str(num_cpus)},
     }
-    with mock.patch.dict(os.environ, security), ray_node(address, 0, START_S) as process:
+    with (
+        mock.patch.dict(os.environ, security),
+        folder_of_job() as (folder, _),
+        ray_node(address, 0, Path(folder), START_S, print) as process,
+    ):
         yield Cluster(process, security | {"RAY_ADDRESS": address})
     assert process.poll() is not None

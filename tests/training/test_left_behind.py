@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import (
 )
 
 from megatron_hdp import pretrain_gpt
-from megatron_hdp.data_plane.names import PREFIX
+from megatron_hdp.data_plane.cluster.job_folder import PREFIX
 from megatron_hdp.megatron import parallel
 from tests.support.processes import started, until
 from tests.training.faults import planted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,31 +18,21 @@ _LISTENS_S = 10.0  # for a head that is just being started
 
 
 @contextmanager
-def connected(
-    address: str | None,
-    process: subprocess.Popen[bytes] | None,
-    start_s: float,
-    **options: Any,
-) -> Iterator[None]:
+def connected(address: str | None, start_s: float, **options: Any) -> Iterator[None]:
     """This process in the cluster at an address, while the block runs.
 
     Args:
-        address: of its head; None: that of RAY_ADDRESS, which must run already.
-        process: Ray on this node, which may still be starting; None: another's.
+        address: of its head, which may still be starting; None: of RAY_ADDRESS, which runs already.
         start_s: within which it must be up.
         options: of ``ray.init``.
 
     Raises:
         ConnectionError: there is no such cluster, or it refuses this process.
-        RuntimeError: Ray on this node has ended, or is not up in time.
+        RuntimeError: Ray on this node is not up in time.
     """
     deadline = time.monotonic() + start_s
     if address is None:
         _require_cluster(os.environ.get("RAY_ADDRESS", ""))
-    if process is not None:  # there may be others' nodes of the cluster on this host
-        assert isinstance(process.args, list)
-        (folder,) = [one for one in process.args if str(one).startswith("--temp-dir=")]
-        options["_temp_dir"] = str(folder).removeprefix("--temp-dir=")
     while True:
         try:
             ray.init(address=address or "auto", **options)
@@ -51,13 +40,8 @@ def connected(
         except (ValueError, RuntimeError, OSError, RayError) as error:
             ray.shutdown()
             why = _first_line(error)
-            if process is None:
+            if address is None:
                 raise _no_cluster(why) from None
-            if process.poll() is not None:
-                raise RuntimeError(
-                    f"Ray on this node ended with {process.returncode} before it was up: "
-                    "see its output in the log"
-                ) from None
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"Ray on this node does not answer after {start_s:.0f} s ({why})"

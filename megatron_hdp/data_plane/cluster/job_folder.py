@@ -1,7 +1,8 @@
-"""A job's folder for Ray's temporary files: locked while the job lives, removed when it is dead.
+"""A job's folder for temporary files: locked while the job lives, removed when it is dead.
 
-A job removes its own folder at its end. One that is killed cannot, so the next start on the same
-host does: of folders that this user made here, those whose lock nobody holds any more.
+A job removes its own folder at its end. One that is killed cannot: its keeper does, else the next
+start on the same host, or ``megatron-hdp doctor --clean-up``. They remove folders that this user
+made here and whose lock nobody holds any more. Some of those that tell why a job ended badly stay.
 """
 
 import fcntl
@@ -13,21 +14,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX = "hdp-ray-"
+import psutil
+
+PREFIX = "hdp-data-"
+"""Of the names of planes, and of their folders on each node."""
+LOST = "lost"
+"""A file in a folder that stays, as its log tells why the job ended badly."""
+RAY = "r"
+"""Below a job's folder, as Ray opens its own to everybody; short for sockets."""
+SHARED_MEMORY = Path("/dev/shm")
+_MOST_KEPT = 8
 _SHORT = "/tmp"
 _LOCK = "host"  # the locked file, which holds the host's name: folders may be seen by several
 _SOCKET_BYTES = 107  # of a socket's name, the kernel's limit
-_RAYS_SOCKET = "/r/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
+_RAYS_SOCKET = f"/{RAY}/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
 _LONGEST_PARENT = _SOCKET_BYTES - len(f"/{PREFIX}12345678{_RAYS_SOCKET}")
 
 
 @contextmanager
-def folder_of_job(prefix: str = PREFIX, parent: Path | None = None) -> Iterator[tuple[str, int]]:
+def folder_of_job(parent: Path | None = None) -> Iterator[tuple[str, int]]:
     """A new folder, until the block is left; those of dead jobs are removed first.
 
+    It stays if the job ended badly, that is, if there is a file `LOST` in it.
+
     Args:
-        prefix: of the folders' names, by which those of dead jobs are known.
-        parent: in which they are; None: the folder of temporary files.
+        parent: in which it is; None: the folder of temporary files.
 
     Yields:
         Its path, and the open file of its lock. The job counts as alive as long as any process has
@@ -39,48 +50,94 @@ def folder_of_job(prefix: str = PREFIX, parent: Path | None = None) -> Iterator[
     """
     of_sockets = parent is None
     parent = parent or Path(_short_folder())
-    for other in parent.glob(f"{prefix}*"):
-        _lives(other, fcntl.LOCK_EX, if_dead=shutil.rmtree)
+    kept = [one for one in folders_of_jobs(parent, alive=False) if not remove_dead(one)]
+    for older in sorted(kept, key=_time_of)[:-_MOST_KEPT]:
+        remove_dead(older, even_lost=True)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     except OSError as error:
         raise (_no_folder(error) if of_sockets else error) from None
     lock = lock_in(folder, _LOCK, socket.gethostname())
     try:
         yield str(folder), lock
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not (folder / LOST).exists():
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
-def folders_of_living_jobs(prefix: str = PREFIX, parent: Path | None = None) -> list[Path]:
-    """Return the folders of this user's jobs that live on this host.
+def folders_of_jobs(parent: Path | None = None, *, alive: bool) -> list[Path]:
+    """Return the folders of this user's jobs on this host, of those that live or of dead ones.
 
     Args:
-        prefix: of the folders' names.
         parent: in which they are; None: the folder of temporary files.
+        alive: which ones.
     """
     parent = parent or Path(_short_folder())
-    folders = sorted(parent.glob(f"{prefix}*"))
-    return [one for one in folders if _lives(one, fcntl.LOCK_SH)]  # shared: others may look, too
+    folders = sorted(parent.glob(f"{PREFIX}*"))
+    return [one for one in folders if _lives(one, fcntl.LOCK_SH) is alive]  # others may look, too
 
 
-def _lives(folder: Path, kind: int, if_dead: Callable[[Path], None] = lambda folder: None) -> bool:
-    """Whether a job of this user on this host lives; something may be done where it is dead."""
+def remove_dead(folder: Path, *, even_lost: bool = False) -> bool:
+    """Remove a folder if its job is dead, and end Ray's processes that still have it.
+
+    Args:
+        folder: of this user; nothing happens to another one.
+        even_lost: also one that stays, as its job ended badly.
+
+    Returns:
+        Whether it is gone.
+    """
+
+    def remove(folder: Path) -> None:
+        if even_lost or not (folder / LOST).exists():
+            for one in processes_in(folder):
+                with suppress(psutil.Error):
+                    one.kill()
+            shutil.rmtree(folder)
+
+    _lives(folder, fcntl.LOCK_EX, if_dead=remove)
+    return not folder.exists()
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Return Ray's processes of this user that were started for a job's folder."""
+    found = []
+    for one in psutil.process_iter(["cmdline", "uids"]):
+        words, user = one.info["cmdline"] or [], one.info["uids"]
+        if user and user.real == os.getuid() and any(f"={folder}/{RAY}" in word for word in words):
+            found.append(one)
+    return found
+
+
+def _lives(
+    folder: Path, kind: int, if_dead: Callable[[Path], None] = lambda folder: None
+) -> bool | None:
+    """Whether a job of this user on this host lives; something may be done where it is dead.
+
+    None: it is none of this user's jobs on this host.
+    """
     with suppress(OSError):  # not ours to read, or gone by now
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            return False
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            return None
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.read(lock, 256).decode(errors="replace") != socket.gethostname():
-                return False
+                return None
             fcntl.flock(lock, kind | fcntl.LOCK_NB)
             if_dead(folder)
+            return False
         except BlockingIOError:
             return True
         finally:
             os.close(lock)
-    return False
+    return None
+
+
+def _time_of(folder: Path) -> float:
+    with suppress(OSError):
+        return folder.stat().st_mtime
+    return 0.0  # gone by now
 
 
 def _short_folder() -> str:

@@ -4,63 +4,95 @@ The first node holds the head, the others join it. `ray start --block` and all t
 SIGTERM and SIGUSR1 blocked: Slurm sends its warnings to every process of a job's step, and a raylet
 that got one would end, and its actors with it. ``ray stop`` is never called, as it would end other
 jobs' clusters on the node, too; only what was started here is ended. If this process is killed, the
-kernel kills `ray start` (on Linux), which takes along what it started.
+kernel kills `ray start` (on Linux), and its head and raylet; the node's keeper kills the rest.
 """
 
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
+from megatron_hdp.data_plane.cluster.job_folder import RAY
 from megatron_hdp.processes import end_with_parent
 
-WARNINGS = {signal.SIGTERM, signal.SIGUSR1}
 _LOOK_S = 2.0
+_WATCH_S = 0.25
 _END_S = 10.0  # in which what was killed is gone
 _START = Path(__file__).with_name("start_node.py")
-_TEMPORARY = "r"  # below the job's folder, as Ray opens its own to everybody; short for sockets
+_HEAD, _NODE = "gcs_server", "raylet"
 _OBJECT_STORE_BYTES = 256 * 2**20  # nobody puts anything into it
 
 
 @contextmanager
-def ray_node(address: str, node: int, start_s: float) -> Iterator["subprocess.Popen[bytes]"]:
-    """This node in the cluster, while the block runs; call it with `WARNINGS` blocked.
+def ray_node(
+    address: str, node: int, folder: Path, start_s: float, tell: Callable[[str], None]
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """This node in the cluster, while the block runs; call it with Slurm's warnings blocked.
 
     Args:
         address: of the head, ``IP:PORT``.
         node: 0 for the head.
+        folder: of the job, below which Ray's is.
         start_s: within which the head must answer, and Ray on this node be up.
+        tell: called once, in another thread, if Ray on this node ends within the block, and why:
+            Ray itself may wait for minutes, in C++, for its head that was killed.
 
     Raises:
         TimeoutError: the head does not answer in time.
-        RuntimeError: Ray on this node has ended before its head answered.
     """
     if node > 0:
         _wait_for_head(address, start_s)
-    with folder_of_job() as (folder, lock):
-        process = subprocess.Popen(
-            start_command(address, node, f"{folder}/{_TEMPORARY}"),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(lock,),
-            preexec_fn=partial(end_with_parent, os.getpid()),
-            env=limits_of_start(start_s) | os.environ,
-        )
-        try:
-            if node == 0:
-                _wait_for_head(address, start_s, process)
-            yield process
-        finally:
-            _kill(process)
+    process = subprocess.Popen(
+        start_command(address, node, f"{folder}/{RAY}"),
+        stdin=subprocess.DEVNULL,
+        preexec_fn=partial(end_with_parent, os.getpid()),
+        env=limits_of_start(start_s) | os.environ,
+    )
+    is_over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(process, is_over, tell), daemon=True)
+    try:
+        watch.start()
+        if node == 0:
+            _wait_for_head(address, start_s)
+        yield process
+    finally:
+        is_over.set()
+        watch.join()
+        _kill(process)
+
+
+def _watch(
+    process: "subprocess.Popen[bytes]", is_over: threading.Event, tell: Callable[[str], None]
+) -> None:
+    """Tell of the first of Ray's processes that ends."""
+    found: dict[str, psutil.Process] = {}
+    while not is_over.wait(_WATCH_S):
+        if _NODE not in found:  # a head starts before its raylet
+            for one in _children(process.pid):
+                with suppress(psutil.Error):
+                    found[one.name()] = one
+        ended = [name for name in (_HEAD, _NODE) if name in found and not _runs(found[name])]
+        if not ended and process.poll() is None:
+            continue
+        what = f"its {ended[0]} is dead" if ended else f"it ended with {process.returncode}"
+        tell(f"Ray on this node has ended: {what}")
+        return
+
+
+def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        found = psutil.Process(pid).children(recursive)
+    return found
 
 
 def limits_of_start(seconds: float) -> dict[str, str]:
@@ -103,15 +135,9 @@ def start_command(address: str, node: int, folder: str) -> list[str]:
     return words
 
 
-def _wait_for_head(
-    address: str, start_s: float, process: "subprocess.Popen[bytes] | None" = None
-) -> None:
+def _wait_for_head(address: str, start_s: float) -> None:
     deadline = time.monotonic() + start_s
     while not answers(address):
-        if process is not None and process.poll() is not None:
-            raise RuntimeError(
-                f"Ray's head on {address} ended with {process.returncode}: see its output above"
-            )
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"found no Ray head at {address} after {start_s:.0f} s, expected one on node 0 at "
@@ -132,12 +158,10 @@ def answers(address: str) -> bool:
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
     """Kill `ray start` and all below it, as they block SIGTERM."""
-    tree: list[psutil.Process] = []
-    with suppress(psutil.Error):
-        tree = psutil.Process(process.pid).children(recursive=True)
-        for one in tree:
-            with suppress(psutil.Error):
-                one.kill()
+    tree = _children(process.pid, recursive=True)
+    for one in tree:
+        with suppress(psutil.Error):
+            one.kill()
     process.kill()
     process.wait()
     deadline = time.monotonic() + _END_S

@@ -76,7 +76,9 @@ class NodeClient:
         begun = time.monotonic()
         deadline = begun + timeout_s
         what = _name(request)
-        with self._lock:
+        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
+            raise self._lost(what, begun, "an earlier request still waits for its answer")
+        try:
             while not self._is_closed:
                 connection = self._connection or self._connect(what, begun, deadline)
                 try:
@@ -92,6 +94,8 @@ class NodeClient:
                     self._disconnect()  # an answer may come yet, and is not one to what comes next
                     raise
                 return answer_in(answer)
+        finally:
+            self._lock.release()
         raise self._lost(what, begun, "the client is closed")
 
     def close(self) -> None:
@@ -141,8 +145,7 @@ class NodeClient:
         if ", expected " in reason:  # it knows the remedy
             return DataPlaneLost(f"{found}: {reason}")
         return DataPlaneLost(
-            f"{found} ({reason}), expected one: its log tells why it ended or stalls; "
-            "start the job again; it resumes from its checkpoint"
+            f"{found} ({reason}), expected one: start the job again; it resumes from its checkpoint"
         )
 
 

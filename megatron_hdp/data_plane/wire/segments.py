@@ -20,7 +20,6 @@ from threading import Lock
 
 from megatron_hdp.files import is_named
 
-SHARED_MEMORY = Path("/dev/shm")
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _NAME = re.compile(r"[a-z0-9-]{1,120}")
 _LACK_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
@@ -43,7 +42,7 @@ class SegmentFolder:
         self._num_bytes: dict[str, int] = {}
 
     @classmethod
-    def make(cls, name: str, parent: Path = SHARED_MEMORY) -> SegmentFolder:
+    def make(cls, name: str, parent: Path) -> SegmentFolder:
         """Make a folder, or empty the one that a killed process left behind, to create segments.
 
         Args:

@@ -13,10 +13,11 @@ import inspect
 import json
 import platform
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_hdp import __version__
+from megatron_hdp.data_plane.left_behind import LeftBehind, clean_up, find_left_behind
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.megatron.doctor.surroundings import (
     Checkout,
@@ -76,10 +77,14 @@ class Diagnosis:
     patches: tuple[PatchCheck, ...] | None
     """Those of the plugin for that Megatron-LM; None where there is none."""
     optional_packages: tuple[PackageCheck, ...]
+    left_behind: tuple[LeftBehind, ...]
+    """By data planes of dead jobs."""
     advice: tuple[str, ...]
     """What could be better, and what to do about it; training runs as it is."""
     problems: tuple[str, ...]
     """What keeps training from running, and what to do."""
+    removed: tuple[LeftBehind, ...] | None = None
+    """Of what was left behind, if that was asked for."""
 
 
 SEAMS = (
@@ -221,11 +226,20 @@ SEAMS = (
 )
 
 
-def run_doctor(as_json: bool) -> int:
-    """Prints the diagnosis and returns the exit code: 0 when training can run, 1 otherwise."""
+def run_doctor(as_json: bool, clean: bool) -> int:
+    """Prints the diagnosis and returns the exit code: 0 when training can run, 1 otherwise.
+
+    Args:
+        as_json: for tools.
+        clean: what data planes of dead jobs have left behind is removed first.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's imports warn of what the table below says
         diagnosis = diagnose()
+    if clean:
+        still_there = clean_up(diagnosis.left_behind)
+        removed = tuple(one for one in diagnosis.left_behind if one not in still_there)
+        diagnosis = replace(diagnosis, left_behind=still_there, removed=removed)
     print(json.dumps(asdict(diagnosis), indent=2) if as_json else _text(diagnosis))
     return ExitCode.FAILED if diagnosis.problems else ExitCode.DONE
 
@@ -272,6 +286,7 @@ def diagnose() -> Diagnosis:
         megatron_lm=found,
         patches=patches,
         optional_packages=check_packages(),
+        left_behind=find_left_behind(),
         advice=tuple(line for line in advice if line is not None),
         problems=tuple(problems),
     )
@@ -405,6 +420,7 @@ def _text(diagnosis: Diagnosis) -> str:
         lines.append(f"  {item.package.name:20}{found}")
         if item.found is None:
             lines.append(f"{'':22}to get it: {item.package.remedy}")
+    lines += _left_behind_lines(diagnosis)
     if diagnosis.advice:
         lines += ["", "advice:", *(f"  - {line}" for line in diagnosis.advice)]
     lines.append("")
@@ -414,6 +430,23 @@ def _text(diagnosis: Diagnosis) -> str:
     else:
         lines.append("training can run")
     return "\n".join(lines)
+
+
+def _left_behind_lines(diagnosis: Diagnosis) -> list[str]:
+    remedy = "`megatron-hdp doctor --clean-up` removes it"
+    lines = []
+    if diagnosis.removed is not None:
+        remedy = "it cannot be removed: look at its permissions"
+        lines += ["", "removed, left behind by data planes of dead jobs:"]
+        lines += [f"  {one.folder}" for one in diagnosis.removed] or ["  nothing, none was there"]
+    if diagnosis.left_behind:
+        lines += ["", f"left behind by data planes of dead jobs ({remedy}):"]
+    for one in diagnosis.left_behind:
+        pids = f", processes {', '.join(map(str, one.pids))}" if one.pids else ""
+        lines.append(f"  {one.folder} ({one.num_bytes / 1e6:.1f} MB{pids})")
+        if one.why_kept is not None:
+            lines.append(f"{'':4}it ended badly, its log is there: {one.why_kept}")
+    return lines
 
 
 def _megatron_lm_lines(found: Checkout | None, patches: tuple[PatchCheck, ...]) -> list[str]:

@@ -13,8 +13,7 @@ import pytest
 
 from megatron_hdp.cli.data_commands import top
 from megatron_hdp.cli.main import main
-from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
-from megatron_hdp.data_plane.names import PREFIX
+from megatron_hdp.data_plane.cluster.job_folder import PREFIX, folder_of_job
 from megatron_hdp.data_plane.node_files import write_status
 from megatron_hdp.data_plane.watcher import Watcher
 from megatron_hdp.exit_codes import ExitCode
@@ -63,7 +62,7 @@ def planes(tmp_path, monkeypatch):
 
     @contextmanager
     def plane(found):
-        with folder_of_job(PREFIX, tmp_path) as (folder, _):
+        with folder_of_job(tmp_path) as (folder, _):
             if found is not None:
                 write_status(tmp_path / folder, found)
             yield tmp_path / folder
@@ -222,7 +221,7 @@ def test_it_ends_with_ctrl_c_and_loads_no_ray():
         "import sys; from megatron_hdp.cli.main import main; code = main(['data', 'top'])\n"
         "print(*{name.split('.')[0] for name in sys.modules}); sys.exit(code)"
     )
-    with folder_of_job(PREFIX) as (folder, _):
+    with folder_of_job() as (folder, _):
         write_status(Path(folder), status(plane="hdp-data-here"))
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen([sys.executable, "-c", code], **pipes)

@@ -9,17 +9,6 @@ connect = pytest.importorskip(
 )
 
 
-class Node:
-    """``ray start`` that runs, or has ended."""
-
-    def __init__(self, code):
-        self.args = ["ray", "start", "--temp-dir=/tmp/x/r"]
-        self.returncode = code
-
-    def poll(self):
-        return self.returncode
-
-
 @pytest.fixture
 def asked(monkeypatch):
     """What Ray was asked, which fails until the third time."""
@@ -43,20 +32,13 @@ def join(*arguments, **options):
 
 
 def test_a_node_that_is_being_started_is_waited_for(asked):
-    join("127.0.0.1:5", Node(None), 60.0, namespace="n")
-    assert asked == [{"address": "127.0.0.1:5", "namespace": "n", "_temp_dir": "/tmp/x/r"}] * 3
+    join("127.0.0.1:5", 60.0, namespace="n")
+    assert asked == [{"address": "127.0.0.1:5", "namespace": "n"}] * 3
 
 
-@pytest.mark.parametrize(
-    ("node", "start_s", "words"),
-    [
-        (Node(7), 60.0, "ended with 7 before"),
-        (Node(None), 0.0, r"does not answer after 0 s \(no node yet\)"),
-    ],
-)
-def test_a_node_that_does_not_come_up_is_told(asked, node, start_s, words):
-    with pytest.raises(RuntimeError, match=words):
-        join("127.0.0.1:5", node, start_s)
+def test_a_node_that_does_not_come_up_is_told(asked):
+    with pytest.raises(RuntimeError, match=r"does not answer after 0 s \(no node yet\)"):
+        join("127.0.0.1:5", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +49,12 @@ def test_a_cluster_that_is_not_there_is_told_at_once(asked, monkeypatch, address
     address = address.format(free_port())
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConnectionError, match=f"found no cluster there .*{why}.* start it") as told:
-        join(None, None, 600.0)
+        join(None, 600.0)
     assert asked == [] and f"RAY_ADDRESS='{address}': " in str(told.value)
 
 
 def test_a_cluster_that_refuses_is_asked_once(asked, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConnectionError, match="no node yet.*RAY_AUTH_TOKEN"):
-        join(None, None, 600.0)
+        join(None, 600.0)
     assert asked == [{"address": "auto"}]

@@ -67,15 +67,15 @@ def test_the_folder_of_a_killed_job_goes_at_the_next_start(temporary):
 
 
 def test_what_is_not_known_to_be_dead_stays(temporary, monkeypatch):
-    kept = [temporary / name for name in ("hdp-ray-unlocked", "hdp-ray-elsewhere", "other")]
+    kept = [temporary / name for name in ("hdp-data-unlocked", "hdp-data-elsewhere", "other")]
     for folder in kept:
         folder.mkdir()
     (kept[1] / "host").write_text("another-host")
     (kept[2] / "host").write_text(socket.gethostname())
-    (temporary / "hdp-ray-link").symlink_to(kept[2])
+    (temporary / "hdp-data-link").symlink_to(kept[2])
     with folder_of_job():
         assert all(folder.exists() for folder in kept)
-    ours = temporary / "hdp-ray-ours"
+    ours = temporary / "hdp-data-ours"
     ours.mkdir()
     (ours / "host").write_text(socket.gethostname())
     user = os.getuid()
@@ -88,9 +88,50 @@ def test_what_is_not_known_to_be_dead_stays(temporary, monkeypatch):
         assert not ours.exists()
 
 
+def test_of_jobs_that_ended_badly_some_folders_stay(temporary, monkeypatch):
+    """The log in it tells why; `even_lost` is what a user asks for."""
+    monkeypatch.setattr(folders, "_MOST_KEPT", 2)
+    kept = []
+    for number in range(4):
+        with folder_of_job() as (folder, _):
+            (Path(folder) / folders.LOST).write_text("why")
+        os.utime(folder, (number, number))
+        kept.append(Path(folder))
+        assert folders.folders_of_jobs(alive=True) == []
+    with folder_of_job() as (living, _):
+        assert set(folders.folders_of_jobs(alive=False)) == set(kept[2:])
+        assert not folders.remove_dead(Path(living), even_lost=True)
+    assert not folders.remove_dead(kept[2]) and folders.remove_dead(kept[3], even_lost=True)
+    assert list(temporary.iterdir()) == [kept[2]]
+
+
+def test_what_still_works_for_a_dead_job_ends(temporary):
+    """Agents of Ray do, for a minute; a user who reads the log there does not end."""
+    killed, dead = job()
+    kill(killed)
+    words = [["--temp-dir={}/r"], ["{}/r"], ["--temp-dir={}-of-another/r"]]
+    code = "import time; print(flush=True); time.sleep(60)"
+    agent, *others = (
+        subprocess.Popen(
+            [sys.executable, "-c", code, *(word.format(dead) for word in one)],
+            stdout=subprocess.PIPE,
+        )
+        for one in words
+    )
+    try:
+        for one in (agent, *others):
+            one.stdout.readline()
+        assert folders.remove_dead(dead)
+        assert agent.wait(60) == -signal.SIGKILL
+        assert [one.poll() for one in others] == [None, None]
+    finally:
+        for one in (agent, *others):
+            kill(one)
+
+
 def test_a_long_folder_for_temporary_files_is_not_taken(monkeypatch):
     """Below it the names of Ray's sockets would be longer than names of sockets may be."""
-    longest = "/" + "x" * (107 - len("/hdp-ray-12345678" + folders._RAYS_SOCKET) - 1)
+    longest = "/" + "x" * (107 - len("/hdp-data-12345678" + folders._RAYS_SOCKET) - 1)
     for found in (longest, longest + "x", "/scratch/größer/als/gut"):
         monkeypatch.setattr(folders.tempfile, "gettempdir", lambda found=found: found)
         assert folders._short_folder() == (longest if found == longest else "/tmp")
@@ -103,7 +144,7 @@ def test_no_folder_at_all_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(folders, "_SHORT", str(tmp_path / "gone"))
     with (
-        pytest.raises(ValueError, match="TMPDIR=.*x' and no room .*gone.*at most 24 bytes") as told,
+        pytest.raises(ValueError, match="TMPDIR=.*x' and no room .*gone.*at most 23 bytes") as told,
         folder_of_job(),
     ):
         pass

@@ -14,7 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_hdp.data_plane.wire import SHARED_MEMORY, SegmentFolder, pack, unpack
+from megatron_hdp.data_plane.cluster.job_folder import SHARED_MEMORY
+from megatron_hdp.data_plane.wire import SegmentFolder, pack, unpack
 from megatron_hdp.data_plane.wire import segments as segments_module
 from tests.support.rank_steps import differences, rank_steps
 
@@ -164,7 +165,7 @@ def test_links_pipes_and_folders_are_not_attached(folder, tmp_path):
 @in_shared_memory
 def test_full_memory_is_an_error_and_not_a_signal():
     before = num_descriptors()
-    folder = SegmentFolder.make(f"test-of-room-{os.getpid()}")
+    folder = SegmentFolder.make(f"test-of-room-{os.getpid()}", SHARED_MEMORY)
     try:
         fill(folder)
         all_of_it = os.statvfs(folder.path)
@@ -264,7 +265,7 @@ def _read(pipe, path, way):
 @pytest.mark.parametrize("way", ["share", "copy"])
 def test_readers_take_the_memory_of_one(way):
     num_bytes, num_readers = 16 * 2**20, 3 if way == "share" else 2
-    folder = SegmentFolder.make(f"test-of-segments-{os.getpid()}")
+    folder = SegmentFolder.make(f"test-of-segments-{os.getpid()}", SHARED_MEMORY)
     fresh = multiprocessing.get_context("spawn")
     readers, pipes = [], []
     try:

@@ -1,13 +1,18 @@
 """The doctor: finds what is there, says what to do about what is not, and exits accordingly."""
 
 import json
+import socket
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_hdp.cli.main import main
+from megatron_hdp.data_plane import left_behind
+from megatron_hdp.data_plane.cluster import job_folder
+from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.doctor import doctor, surroundings
 from megatron_hdp.megatron.doctor.doctor import SEAMS, Seam, check_seam, diagnose
@@ -124,6 +129,43 @@ def test_missing_optional_packages_are_no_problem(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     (place,) = [i for i, line in enumerate(lines) if "not found: no such plots" in line]
     assert lines[place + 1].strip() == "to get it: pip x"
+
+
+def leave(folder, **files):
+    """What a job leaves behind that is killed."""
+    folder.mkdir()
+    for name, text in {"host": socket.gethostname(), **files}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_what_dead_jobs_left_behind_is_shown_and_removed(capsys, monkeypatch, tmp_path):
+    """Of a job that lives nothing is; what cannot be removed is told."""
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(job_folder, "_short_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(left_behind, "SHARED_MEMORY", shared)
+    with folder_of_job(shared) as (living, _):
+        dead = [leave(one / "hdp-data-killed") for one in (tmp_path, shared)]
+        dead.append(leave(tmp_path / "hdp-data-bad", lost="Ray has ended"))
+        assert main(["doctor"]) == 0
+        text = capsys.readouterr().out.partition("left behind by data planes of dead jobs (")[2]
+        assert text.startswith("`megatron-hdp doctor --clean-up` removes it):")
+        assert living not in text
+        assert all(f"  {one} (" in text and one.exists() for one in dead)
+        assert text.count("    it ended badly, its log is there: Ray has ended\n") == 1
+
+        assert main(["doctor", "--clean-up", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert {one["folder"] for one in found["removed"]} == set(map(str, dead))
+        assert found["left_behind"] == [] and not any(one.exists() for one in dead)
+        assert Path(living).exists()
+    stays = leave(tmp_path / "hdp-data-stays")
+    monkeypatch.setattr(doctor, "clean_up", lambda found: found)
+    assert main(["doctor", "--clean-up"]) == 0
+    text = capsys.readouterr().out
+    assert "  nothing, none was there" in text
+    assert f"(it cannot be removed: look at its permissions):\n  {stays} (" in text
 
 
 @on_cpu
