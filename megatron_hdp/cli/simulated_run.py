@@ -100,8 +100,7 @@ def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> l
 
 def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
     """The first steps of a run on a mixture, as the run draws them."""
-    from megatron_hdp.cli.data_commands.drawn_steps import steps_of
-    from megatron_hdp.cli.data_commands.flags import mixture_of
+    from megatron_hdp.cli.data_commands.flags import drawing_of
     from megatron_hdp.data.mixture import BatchSize, Opening, read_data_file
 
     def say(line: str) -> None:
@@ -117,8 +116,8 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
     )
     tokens = options.hdp_global_batch_tokens
     batch = BatchSize(None if tokens else options.global_batch_size or 1, tokens)
-    _, mixture = mixture_of(path, read_data_file(path).training, opening, batch, seed)
-    batches = [step.lengths for step in steps_of(mixture, steps)]
+    spec = read_data_file(path, may_name_code=options.hdp_primitives).training
+    batches = [one.lengths for one in drawing_of(spec, opening, batch, seed).steps(steps)]
     if len(batches) < steps:
         raise ValueError(
             f"--steps {steps:,}: every source of {path} has ended after {len(batches):,} steps; "

@@ -1,6 +1,6 @@
 """One source of data as a user names it: where it lies, what it is, how it becomes sequences."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 FORMATS = ("auto", "tokens", "text", "chat")
 TRAIN_ON = ("assistant", "last", "all")
@@ -81,6 +81,13 @@ class PrimitivesSpec:
     losses_behind: int = 4
     """``mix`` for a step knows the losses up to this many steps before; at least 2, so that it is
     decided while the step before runs, and one more for each step that is decided ahead."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The functions that are named, by their keys."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        del found["losses_behind"]
+        return {name.replace("_", "-"): place for name, place in found.items() if place}
 
 
 @dataclass(frozen=True, kw_only=True)

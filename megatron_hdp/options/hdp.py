@@ -63,6 +63,12 @@ class HdpOptions:
         help="YAML file that describes the data, instead of --data-path and similar flags: "
         "sources, their weights over time, the longest sequence over time, validation data.",
     )
+    hdp_primitives: bool = option(
+        True,
+        off_flag="--no-primitives",
+        help="Run the code that primitives: in the file of --hdp-data names. Without it a file "
+        "that names code is refused.",
+    )
     hdp_loaders: str | None = option(
         None,
         choices=("local", "ray"),

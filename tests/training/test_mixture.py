@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp.data.spans import SpansWriter
+from megatron_hdp.megatron.step import split_specs
 from tests.support.gradients import write_corpus
 from tests.support.ranks import RankError
 from tests.support.sources import LENGTHS, WEIGHTS, data_file, write_sources
@@ -239,6 +240,11 @@ def test_a_mixture_follows_the_loss_and_a_run_goes_on_exactly(run_ranks, folder)
     (found, _), *_ = run_ranks(2, trained, resumed)
     assert [(one.step, one.loss) for one in found] == [(one.step, one.loss) for one in expected[5:]]
     assert tokens(found) == tokens(expected)[5:]
+
+
+def test_code_is_refused_by_a_flag(folder):
+    with pytest.raises(ValueError, match="mix: found '.*py:mix' with --no-primitives"):
+        split_specs(with_primitives(folder, MIX, hdp_primitives=False))
 
 
 def test_the_others_change_the_plan_and_not_what_is_learnt(run_ranks, folder):

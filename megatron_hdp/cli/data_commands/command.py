@@ -2,8 +2,11 @@
 
 import argparse
 import importlib
+from dataclasses import fields
 
 from megatron_hdp.cli.shared.numbers import number
+from megatron_hdp.options import HdpOptions
+from megatron_hdp.options.declaration import shown_help, switches
 
 _MOST_TOKENS = 2**40
 _CACHE = (
@@ -76,6 +79,8 @@ def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         help="what to do with longer documents, unless the source says (default: error)",
     )
     number(add, "--seed", "S", 0, 2**31 - 1, "the run's seed", default=1234)
+    (code,) = (one for one in fields(HdpOptions) if one.name == "hdp_primitives")
+    add(switches(code)[1], dest=code.name, action="store_false", help=shown_help(code, bool))
     _add_text(parser)
     parser.add_argument(
         "--output",

@@ -77,21 +77,32 @@ class Forecast:
         return self.end.steps < self.steps_wanted
 
 
-def steps_of(mixture: Mixture, num_steps: int) -> Iterator[Step]:
-    """The steps of a run from the first one on, fewer where all sources end."""
-    position = Position()
-    while position.steps < num_steps and not mixture.is_over(position):
-        step = mixture.step(position)
-        yield step
-        position = step.after
+@dataclass(frozen=True)
+class Drawing:
+    """What draws the steps of a run."""
+
+    corpus: Corpus
+    mixture: Mixture
+    weights_at: Callable[[Position], tuple[float, ...] | None]
+    """Of the sources for the step that begins at a position; None: those of the schedule."""
+
+    def steps(self, num_steps: int) -> Iterator[Step]:
+        """The steps of a run from the first one on, fewer where all sources end."""
+        position = Position()
+        while position.steps < num_steps:
+            weights = self.weights_at(position)
+            if self.mixture.is_over(position, weights):
+                return
+            step = self.mixture.step(position, weights)
+            yield step
+            position = step.after
 
 
-def forecast(
-    corpus: Corpus, mixture: Mixture, num_steps: int, done: Callable[[], object]
-) -> Forecast:
+def forecast(drawing: Drawing, num_steps: int, done: Callable[[], object]) -> Forecast:
     """Draw and count the steps of a run; ``done`` is called after each."""
+    corpus, mixture = drawing.corpus, drawing.mixture
     found = Forecast(corpus.names, num_steps, [], dict.fromkeys(corpus.names), None)
-    for step in steps_of(mixture, num_steps):
+    for step in drawing.steps(num_steps):
         before, after = step.before, step.after
         drawn = [after.of(name).amount - before.of(name).amount for name in corpus.names]
         _phase(found.phases, corpus, before).add(step, np.array(drawn, dtype=np.float64))

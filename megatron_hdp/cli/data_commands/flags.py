@@ -4,15 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_hdp.data.mixture import (
-    BatchSize,
-    Corpus,
-    Mixture,
-    MixtureSpec,
-    Opening,
-    open_corpus,
-)
-from megatron_hdp.data.spec import PrimitivesSpec
+from megatron_hdp.cli.data_commands.drawn_steps import Drawing
+from megatron_hdp.data.mixture import BatchSize, MixtureSpec, Opening, open_corpus
+from megatron_hdp.data.steps import untrained_weights
 
 
 def opening_of(
@@ -38,11 +32,13 @@ def say(line: str) -> None:
     print(f"megatron-hdp data: {line}", file=sys.stderr, flush=True)
 
 
-def mixture_of(
-    path: str, spec: MixtureSpec, opening: Opening, batch: BatchSize, seed: int
-) -> tuple[Corpus, Mixture]:
-    """The data of a file, and what draws a run's steps from it by the schedule alone."""
-    if spec.primitives != PrimitivesSpec():
-        opening.say(f"the primitives of {path} are not called here: shares are the schedule's")
+def drawing_of(spec: MixtureSpec, opening: Opening, batch: BatchSize, seed: int) -> Drawing:
+    """The data of a file, and what draws a run's steps from it.
+
+    Raises:
+        ValueError: the data cannot be opened, or steps depend on what only a run knows.
+    """
+    spec.tell_code(opening.say)
     corpus = open_corpus(spec, opening)
-    return corpus, corpus.mixture(corpus.orders(), batch, seed)
+    weights_at = untrained_weights(spec.primitives, corpus.schedule, corpus.names)
+    return Drawing(corpus, corpus.mixture(corpus.orders(), batch, seed), weights_at)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from megatron_hdp.cli.data_commands import drawn_text
 from megatron_hdp.cli.data_commands.drawn_steps import forecast
-from megatron_hdp.cli.data_commands.flags import mixture_of, opening_of, say
+from megatron_hdp.cli.data_commands.flags import drawing_of, opening_of, say
 from megatron_hdp.cli.shared.outputs import check_outputs, steps_bar, write_json
 from megatron_hdp.data.index_file import IndexFile
 from megatron_hdp.data.mixture import (
@@ -22,16 +22,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw, print and write."""
     outputs = [("--output", path) for path in arguments.output]
     check_outputs(outputs, [("the data file", arguments.data)], {"--output": (".json",)})
-    spec = read_data_file(arguments.data).training
+    spec = read_data_file(arguments.data, may_name_code=arguments.hdp_primitives).training
     seq_length = arguments.seq_length or _seq_length(spec, arguments)
     policy, num_steps = arguments.hdp_long_sequence, arguments.steps
     opening = opening_of(arguments, max_length=seq_length, long_sequence=policy)
     batch = BatchSize(arguments.global_batch_size, arguments.hdp_global_batch_tokens)
-    corpus, mixture = mixture_of(arguments.data, spec, opening, batch, arguments.seed)
+    drawing = drawing_of(spec, opening, batch, arguments.seed)
     with steps_bar("steps drawn", num_steps) as bar:
-        drawn = forecast(corpus, mixture, num_steps, bar.update)
+        drawn = forecast(drawing, num_steps, bar.update)
     found = drawn_text.Findings(
-        corpus=corpus,
+        corpus=drawing.corpus,
         forecast=drawn,
         seq_length=seq_length,
         seed=arguments.seed,

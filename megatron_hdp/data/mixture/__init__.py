@@ -5,7 +5,7 @@ Design: `docs/design/data-order.md`.
 
 from megatron_hdp.data.mixture.blend_flags import BlendFlags, specs_of_flags
 from megatron_hdp.data.mixture.corpus import Corpus
-from megatron_hdp.data.mixture.data_file import DataFileError, read_data_file
+from megatron_hdp.data.mixture.data_file import DataFile, DataFileError, read_data_file
 from megatron_hdp.data.mixture.draw import BatchSize, Mixture, Step, Together
 from megatron_hdp.data.mixture.open_corpus import (
     Opening,
@@ -17,7 +17,14 @@ from megatron_hdp.data.mixture.open_corpus import (
     prepared,
 )
 from megatron_hdp.data.mixture.position import Position, SeenLosses, position_of_run
-from megatron_hdp.data.mixture.schedule import SPLITS, MixtureSpec, Phase, Schedule, normalised
+from megatron_hdp.data.mixture.schedule import (
+    SPLITS,
+    MixtureSpec,
+    Phase,
+    ResolvedSchedule,
+    Schedule,
+    normalised,
+)
 from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.table_source import TableSource
 from megatron_hdp.data.mixture.text_source import TextSource
@@ -27,12 +34,14 @@ __all__ = [
     "BatchSize",
     "BlendFlags",
     "Corpus",
+    "DataFile",
     "DataFileError",
     "Mixture",
     "MixtureSpec",
     "Opening",
     "Phase",
     "Position",
+    "ResolvedSchedule",
     "Schedule",
     "SeenLosses",
     "Source",

@@ -52,20 +52,22 @@ class DataFile:
     loaders: LoadersSpec = LoadersSpec()
 
 
-def read_data_file(path: str | Path) -> DataFile:
+def read_data_file(path: str | Path, *, may_name_code: bool = True) -> DataFile:
     """Read and check a file of ``--hdp-data``; relative paths in it begin at its folder.
 
     Raises:
-        DataFileError: no YAML, an unknown or repeated key, a value that cannot be used.
+        DataFileError: no YAML, an unknown or repeated key, a value that cannot be used, or
+            functions under ``primitives`` where it may name no code.
     """
-    return _Reader(Path(path)).data_file()
+    return _Reader(Path(path), may_name_code).data_file()
 
 
 class _Reader:
     """Walks the nodes of one file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, may_name_code: bool) -> None:
         self._path = path
+        self._may_name_code = may_name_code
 
     def data_file(self) -> DataFile:
         root = self._root()
@@ -169,6 +171,12 @@ class _Reader:
             if module.endswith(".py"):
                 module = str((self._path.parent / module).absolute())
             values[known[key]] = f"{module}:{function}"
+            if not self._may_name_code:
+                self._refuse(
+                    value,
+                    f"{what}: found {shown(value)} with --no-primitives, expected a file that "
+                    "names no code: leave primitives out, or, if you trust it, the flag",
+                )
         return PrimitivesSpec(**values)
 
     def _values(self, node: yaml.Node, spec: type, where: str) -> dict[str, Any]:

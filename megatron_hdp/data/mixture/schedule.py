@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from megatron_hdp.data.mixture.position import Position
 from megatron_hdp.data.spec import PrimitivesSpec, SourceSpec
+from megatron_hdp.files import Say
 
 WEIGHT_UNITS = ("tokens", "loss-tokens", "sequences")
 SPLITS = ("train", "valid", "test")
@@ -93,6 +94,12 @@ class MixtureSpec:
     """Whether those are what this split takes, and nothing else."""
     primitives: PrimitivesSpec = PrimitivesSpec()
     """Functions of the user's own in the place of those that decide steps."""
+
+    def tell_code(self, say: Say) -> None:
+        """Tell whose code is run for the steps, if any is."""
+        if named := self.primitives.named:
+            words = ", ".join(f"{key}: {place}" for key, place in named.items())
+            say(f"runs the code that {self.origin} names: {words}")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_hdp.data.steps.micro_batch import (
     read_micro_batch,
 )
 from megatron_hdp.data.steps.planning import StepPlanner, plan_by
-from megatron_hdp.data.steps.primitives import PrimitiveError, costed
+from megatron_hdp.data.steps.primitives import PrimitiveError, costed, untrained_weights
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import PackedShares, RankShare, StepShares, work_of
 from megatron_hdp.data.steps.totals import Amounts, StepTotals
@@ -48,5 +48,6 @@ __all__ = [
     "plan_by",
     "read_micro_batch",
     "read_step",
+    "untrained_weights",
     "work_of",
 ]

@@ -14,14 +14,14 @@ import importlib.util
 import math
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array, Int64Array
-from megatron_hdp.data.mixture import Position, normalised
+from megatron_hdp.data.mixture import Position, ResolvedSchedule, normalised
 from megatron_hdp.data.spec import PrimitivesSpec
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.planner import CostModel, Plan
@@ -69,11 +69,49 @@ class Primitives:
         Raises:
             PrimitiveError: one cannot be.
         """
-        named = asdict(spec)
-        named.pop("losses_behind")
         return cls(
-            **{name: _imported(name, place) for name, place in named.items() if place is not None}
+            **{key.replace("-", "_"): _imported(key, place) for key, place in spec.named.items()}
         )
+
+
+class _NoLosses(Sequence[Mapping[str, float]]):
+    """Losses of steps that nobody has trained: a function that looks at them is refused."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise PrimitiveError(
+            "primitives: mix: found a function that asks for the losses of steps, expected one of "
+            "weights and position, for only a run knows losses: leave mix out to see what the "
+            "schedule draws"
+        )
+
+    __len__ = __getitem__ = _refuse
+
+
+def untrained_weights(
+    spec: PrimitivesSpec, schedule: ResolvedSchedule, names: Sequence[str]
+) -> Callable[[Position], tuple[float, ...] | None]:
+    """Return what gives the weights of a run's steps without training them; None: the schedule's.
+
+    All functions are imported, as a run does.
+
+    Raises:
+        PrimitiveError: one cannot be, or steps depend on more than is known without a run.
+    """
+    users = Primitives.of(spec)
+    if users.plan is not None:
+        raise PrimitiveError(
+            f"primitives: plan: found {spec.plan}, which draws whole steps for the ranks of a run, "
+            "expected mix or none: leave plan out to see what the rest draws"
+        )
+
+    def weights_at(position: Position) -> tuple[float, ...] | None:
+        if users.mix is None:
+            return None
+        losses = [] if position.steps < spec.losses_behind else _NoLosses()
+        by_source = dict(zip(names, schedule.at(position).weights, strict=True))
+        return mixed(users.mix, by_source, position, losses)
+
+    return weights_at
 
 
 def costed(model: CostModel, spec: PrimitivesSpec, max_length: int) -> CostModel:
@@ -183,9 +221,8 @@ def _weight(name: str, value: Any) -> float:
     return weight
 
 
-def _imported(name: str, place: str) -> Callable[..., Any]:
+def _imported(key: str, place: str) -> Callable[..., Any]:
     """Return a function that says in one sentence whose it is when it raises."""
-    key = name.replace("_", "-")
     module_name, _, function_name = place.rpartition(":")
     try:
         module = _module(module_name)
@@ -205,6 +242,8 @@ def _imported(name: str, place: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)
+        except PrimitiveError:
+            raise
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             raise PrimitiveError(

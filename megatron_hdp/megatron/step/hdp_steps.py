@@ -103,6 +103,8 @@ class HdpSteps:
         self.executor = executor
         self.place = executor.place
         self.corpus = corpus
+        if split == "train":
+            corpus.spec.tell_code(say)
         self.cost_model = costed(cost_model, corpus.spec.primitives, arguments.seq_length)
         settings = plan_settings(arguments, self.place, self.cost_model, vocab_size, split)
         self.planner = StepPlanner(corpus, settings)

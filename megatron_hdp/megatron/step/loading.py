@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_hdp.data.mixture import (
     BlendFlags,
     Corpus,
+    DataFile,
     MixtureSpec,
     Opening,
     any_documents,
@@ -41,7 +42,7 @@ def split_specs(arguments: TrainingArguments) -> dict[str, MixtureSpec]:
         ValueError: the file or the flags of the data cannot be used.
     """
     if arguments.hdp_data is not None:
-        found = read_data_file(arguments.hdp_data)
+        found = _data_file(arguments, arguments.hdp_data)
         specs = {"train": found.training}
         return specs if found.validation is None else {**specs, "valid": found.validation}
     return specs_of_flags(
@@ -57,6 +58,10 @@ def split_specs(arguments: TrainingArguments) -> dict[str, MixtureSpec]:
             sft_tokenizer_prompt_format=arguments.sft_tokenizer_prompt_format,
         )
     )
+
+
+def _data_file(arguments: TrainingArguments, path: Path) -> DataFile:
+    return read_data_file(path, may_name_code=arguments.hdp_primitives)
 
 
 def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
@@ -131,7 +136,7 @@ def loaders_spec(arguments: TrainingArguments) -> LoadersSpec:
     """
     spec, training = LoadersSpec(), None
     if arguments.hdp_data is not None:
-        file = read_data_file(arguments.hdp_data)
+        file = _data_file(arguments, arguments.hdp_data)
         spec, training = file.loaders, file.training
     backend = arguments.hdp_loaders
     found = spec if backend is None else replace(spec, backend=backend)

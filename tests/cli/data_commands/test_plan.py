@@ -138,13 +138,53 @@ def test_the_context_length_is_found(folder, capsys, more):
     assert "--seq-length" not in capsys.readouterr().err
 
 
-def test_primitives_are_not_called_and_that_is_said(folder, capsys):
-    path = data_file(folder, f"{PHASES}\nprimitives: {{mix: nowhere:mix}}", **CUT)
-    size = ("--steps", 30, "--global-batch-size", 9)
-    expected = planned(folder, data_file(folder, PHASES, name="plain.yaml", **CUT), *size)
-    capsys.readouterr()
-    assert planned(folder, path, *size) == expected
-    assert f"the primitives of {path} are not called here" in "".join(capsys.readouterr())
+MIXES = """
+def mix(weights, position, losses):
+    return {"web": 0.1, "code": 0.9} if position.steps < 10 else weights
+
+def follow(weights, position, losses):
+    return {"web": 0.1, "code": 0.9} if losses else weights
+
+def plan(planner, position):
+    return planner.plan(position)
+"""
+SIZE = ("--steps", 30, "--global-batch-size", 9)
+
+
+def with_code(folder, named):
+    (folder / "mine.py").write_text(MIXES)
+    return data_file(folder, f"{PHASES}\nprimitives: {{{named}}}", **CUT)
+
+
+def test_the_mix_of_a_run_is_drawn(folder, capsys):
+    found = planned(folder, with_code(folder, "mix: mine.py:mix"), *SIZE)
+    said = f"runs the code that {folder}/data.yaml names: mix: {folder}/mine.py:mix"
+    assert said in capsys.readouterr().err
+    path = data_file(folder, PHASES, name="plain.yaml", **CUT)
+    _, steps = drawn(path, 30, sequences=9)
+    plain = planned(folder, path, *SIZE)
+    assert plain["tokens"] == steps[-1].after.tokens != found["tokens"]
+    shares, others = (one["phases"][0]["shares"]["code"] for one in (found, plain))
+    assert others == pytest.approx(0.3, abs=0.1) and shares > 0.5
+
+
+@pytest.mark.parametrize(
+    ("named", "flags", "message"),
+    [
+        ("mix: nowhere:mix", (), "nowhere:mix, which cannot be imported"),
+        ("cost: gone.py:cost", (), "gone.py:cost, which cannot be imported"),
+        ("mix: mine.py:follow", (), "asks for the losses of steps, expected one of weights"),
+        ("plan: mine.py:plan", (), "mine.py:plan, which draws whole steps"),
+        (
+            "cost: gone.py:cost",
+            ("--no-primitives",),
+            "'gone.py:cost' with --no-primitives",
+        ),
+    ],
+)
+def test_primitives_that_cannot_be_drawn_are_refused(folder, capsys, named, flags, message):
+    assert run(with_code(folder, named), *SIZE, *flags) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_indices_are_shared_by_a_cache(folder, capsys):
