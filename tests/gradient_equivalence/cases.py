@@ -6,6 +6,7 @@ bits of a step without. A new feature is a row. `QUICK` says which rows the defa
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tests.gradient_equivalence.case import (
@@ -21,6 +22,7 @@ from tests.gradient_equivalence.case import (
     read_without_chat,
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
+from tests.gradient_equivalence.taken_over import configured, taken_over
 from tests.support.gradients import EXPERTS
 from tests.support.mla import MLA
 
@@ -168,6 +170,22 @@ def _windows() -> dict[str, Case]:
         "both-virtual": Case(4, joined(SHORT, OFF_BY_ONE, v2, every("2")), two),
         "selective": Case(4, joined(LONG, SINK, SELECTIVE), two),
     }
+
+
+def _configured() -> dict[str, Case]:
+    """What Megatron's own attention takes from the configuration, and has no flag."""
+    scale, layered = {"softmax_scale": 0.9}, {"apply_query_key_layer_scaling": True}
+    plain = {"hdp_fused_loss": False}
+    rows = {  # ranks, settings, around
+        "scale": (3, SINK | every("[1,0]") | SHORT, partial(configured, **scale)),
+        "layer-scaling": (2, SINK, partial(configured, **layered)),
+        "taken-over-scale": (3, plain, partial(taken_over, **scale)),
+        "taken-over-window": (2, SHORT | SINK | plain, partial(taken_over, **scale)),
+        "taken-over-tensor": (4, joined(TP2_SP, SELECTIVE, plain), partial(taken_over, **scale)),
+        "taken-over-stages": (4, PP2 | plain, partial(taken_over, **scale | layered)),
+        "taken-over-latent": (2, MLA | plain, partial(taken_over, latent=True, **scale)),
+    }
+    return {name: Case(ranks, more, around=around) for name, (ranks, more, around) in rows.items()}
 
 
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
@@ -408,8 +426,8 @@ def _published() -> dict[str, Case]:
 CASES: dict[str, Case] = {
     name: case
     for rows in (
-        *(_dense(), _positions(), _windows(), _mtp(), _latent_attention(), _uneven_stages()),
-        *(_experts(), _fused_loss(), _data(), _published()),
+        *(_dense(), _positions(), _windows(), _configured(), _mtp(), _latent_attention()),
+        *(_uneven_stages(), _experts(), _fused_loss(), _data(), _published()),
     )
     for name, case in rows.items()
 }
@@ -418,7 +436,7 @@ SMOKE = "yarn-some-layers"
 QUICK = {  # each model, layout and feature once; the other rows are slow
     *("mqa-tp2-sp", "mha-tp2-sp-pp2", "pp2-v2"),
     *("distributed-optimizer-pipeline", "full-recompute", "corrupt"),
-    *(SMOKE, "some-layers-v2", "both-tensor"),
+    *(SMOKE, "some-layers-v2", "both-tensor", "layer-scaling", "taken-over-window"),
     *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-latent-tp2-sp"),
     "uneven-virtual-empty",
     *("moe-two-groups", "moe-shared-and-across", "moe-distributed-optimizer"),
@@ -434,15 +452,13 @@ QUICK = {  # each model, layout and feature once; the other rows are slow
 def _offload() -> dict[str, Case]:
     four, v2 = layers(4), {"num_virtual_stages_per_pipeline_rank": 2}
     dense_first = {"moe_layer_freq": "[0]+[1]*3", "moe_router_score_function": "sigmoid"}
-    dense_first |= SHARED | ACROSS
+    dense_first, kv = dense_first | SHARED | ACROSS, {"hdp_mla_ring": "kv"}
     windowed, latent = SINK | every("2") | four, MLA | four | {"hdp_mla_ring": "latent"}
     rows = {
         "plain": (3, four),
         "distributed-optimizer": (3, four | SHARDED),
         "selective-recompute": (2, four | SELECTIVE),
         "full-recompute": (2, four | RECOMPUTE),
-        "no-module": (2, four | recomputing()),
-        "layernorm": (2, four | recomputing("layernorm")),
         "layernorm-mlp": (2, joined(four, MHA, NO_BIAS, recomputing("mlp", "layernorm"))),
         "layernorm-tp2-sp": (4, joined(four, TP2_SP, recomputing("layernorm", "core_attn"))),
         "layernorm-experts": (2, joined(EXPERTS, four, dense_first, recomputing("layernorm"))),
@@ -450,10 +466,7 @@ def _offload() -> dict[str, Case]:
         "layernorm-pp2-virtual": (4, joined(layers(8), PP2, v2, recomputing("layernorm"))),
         "layernorm-mtp": (2, joined(four, MTP, recomputing("layernorm"))),
         "mla-latent-layernorm": (2, joined(latent, recomputing("layernorm"))),
-        "mla-kv-every-module": (
-            2,
-            joined(EXPERTS, latent, {"hdp_mla_ring": "kv"}, SHARED, recomputing(*EVERY_MODULE)),
-        ),
+        "mla-kv-every-module": (2, joined(EXPERTS, latent, kv, SHARED, recomputing(*EVERY_MODULE))),
         "tp2-sp": (4, four | TP2_SP),
         "pp2": (4, layers(8) | PP2),
         "pp2-virtual": (4, layers(8) | PP2 | v2),
@@ -464,7 +477,7 @@ def _offload() -> dict[str, Case]:
         "window-short": (2, SHORT | windowed),
         "window-long": (2, LONG | windowed),
         "mla-latent": (2, latent),
-        "mla-kv": (2, latent | {"hdp_mla_ring": "kv"}),
+        "mla-kv": (2, latent | kv),
         "mla-latent-tp2-sp": (4, latent | TP2_SP),
         "mla-latent-experts": (2, EXPERTS | latent),
         "uneven": (4, joined(layers(7), PP2, {PARTS: "Et*3|t*4L"})),
@@ -475,14 +488,11 @@ def _offload() -> dict[str, Case]:
         name: Case(ranks, settings, around=emptied_outputs)
         for name, (ranks, settings) in rows.items()
     }
-    activation, grouped = joined(EXPERTS, four, ACROSS), grouped_experts(GroupedLinear)
-    return cases | {
-        f"grouped-{name}": Case(2, activation | recomputing(*chosen), around=grouped)
-        for name, chosen in {
-            "moe-act": ("moe_act",),
-            "every-module": ("moe_act", *EVERY_MODULE),
-        }.items()
-    }
+    grouped, around = joined(EXPERTS, four, ACROSS), grouped_experts(GroupedLinear)
+    for name, modules in {"moe-act": (), "every-module": EVERY_MODULE}.items():
+        settings = grouped | recomputing("moe_act", *modules)
+        cases[f"grouped-{name}"] = Case(2, settings, around=around)
+    return cases
 
 
 OFFLOAD = _offload()

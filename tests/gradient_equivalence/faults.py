@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from tests.gradient_equivalence.cases import (
     virtual,
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
+from tests.gradient_equivalence.taken_over import taken_over
 from tests.support.gradients import EXPERTS
 from tests.support.mla import MLA
 
@@ -155,10 +157,16 @@ def layers_of_the_other_stage(arguments, stage, chunk):
 @contextmanager
 def layers_elsewhere() -> Iterator[None]:
     """Models whose stages have exchanged their layers."""
-    from unittest import mock
-
     target = "megatron_hdp.megatron.model.building.expert_layers_of_chunk"
     with mock.patch(target, layers_of_the_other_stage):
+        yield
+
+
+@contextmanager
+def scale_of_the_channels() -> Iterator[None]:
+    """Models taken over with a scale of their own, which is forgotten."""
+    forgotten = mock.patch("megatron_hdp.megatron.lm.model._softmax_scale", nothing)
+    with taken_over(softmax_scale=0.9), forgotten:
         yield
 
 
@@ -209,6 +217,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "halo-too-short": _planted(
         _WINDOWS, f"{RING}.windowed.Halo.of", lambda layout, window: HALO(layout, window - 1)
+    ),
+    "scale-of-the-channels": Fault(
+        Case(2, {"hdp_fused_loss": False}, (), around=scale_of_the_channels)
     ),
     "mtp-wrong-token": _planted(
         _MTP, "megatron_hdp.data.steps.micro_batch._by_depth", first_of_each_chunk_again, 1e-4

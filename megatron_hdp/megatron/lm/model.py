@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -89,15 +88,24 @@ def _adapt_attention(attention: Any, layer_number: int) -> None:
             f"layer {layer_number}: found {found}, expected SelfAttention or MLASelfAttention with "
             f"{' or '.join(_CORE_ATTENTIONS)}: use Megatron's own layer specification"
         )
-    is_latent = isinstance(attention, MLASelfAttention)
     core_attention = HdpCoreAttention(
         attention.config,
         layer_number,
-        AttnMaskType.causal,
-        "self",
-        softmax_scale=attention.softmax_scale if is_latent else None,
+        attention.attn_mask_type,
+        attention.attention_type,
+        softmax_scale=_softmax_scale(attention),
     )
     core_attention.take_over(attention.core_attention)
     attention.core_attention = core_attention
-    if is_latent:
+    if isinstance(attention, MLASelfAttention):
         HdpMlaSelfAttention.adopt(attention)
+
+
+def _softmax_scale(attention: SelfAttention | MLASelfAttention) -> float | None:
+    """What Megatron gives its core attention: the configuration's, of latents YaRN's."""
+    found: float | None = (
+        attention.softmax_scale
+        if isinstance(attention, MLASelfAttention)
+        else attention.config.softmax_scale
+    )
+    return found

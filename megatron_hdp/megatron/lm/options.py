@@ -100,6 +100,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "spec": (None, _GPT),
     "position_embedding_type": (("rope", "yarn", "none"), _GPT),
     "use_mup": (False, _GPT),
+    "batch_invariant_mode": (False, "how HDP splits keys between blocks depends on the plan"),
     "qk_clip": (False, "HDP's attention keeps no logits"),
     "log_max_attention_logit": (False, "HDP's attention keeps no logits"),
     "fp16": (False, "use --bf16"),

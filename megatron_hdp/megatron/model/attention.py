@@ -6,7 +6,6 @@ micro-batch's forward again later, when another one would be current.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,15 @@ from megatron_hdp.megatron.model.mtp import FurtherTokens
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.loss import LossSums, RoutedCounts
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_REFUSED = {
+    "fp16": "its range needs a scaled loss; use bf16",
+    "batch_invariant_mode": "how keys are split between blocks depends on the plan",
+    "qk_clip": "the kernels keep no logits",
+    "log_max_attention_logit": "the kernels keep no logits",
+}
+"""What Megatron's core attention takes from its configuration and this one refuses, and why."""
 
 
 @dataclass
@@ -75,15 +83,19 @@ class HdpCoreAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _refuse(attention_type != "self", f"attention type {attention_type!r}", "self attention")
+        _refuse(attn_mask_type not in _CAUSAL, f"a mask of kind {attn_mask_type}", "a causal one")
         _refuse(dropout > 0, f"attention dropout {dropout}", "--attention-dropout 0")
+        for name, why in _REFUSED.items():
+            _refuse(bool(getattr(config, name, False)), name, f"none: {why}")
         _refuse(
             config.context_parallel_size > 1,
             f"context parallel size {config.context_parallel_size}",
             "--context-parallel-size 1: HDP forms its own rings",
         )
         self.window = _window_of(config, layer_number)
-        scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
-        self.scale = scale / layer_number if config.apply_query_key_layer_scaling else scale
+        # apply_query_key_layer_scaling changes nothing: what Megatron divides the scores by for the
+        # range of float16, its softmax multiplies them by
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp"])
         self._tensor_group = groups.tp
         self._make_sink()

@@ -208,7 +208,7 @@ def job_of(arguments: TrainingArguments, num_gpus: int, vocab_size: int) -> Job:
 def _recompute_modules(arguments: TrainingArguments) -> tuple[str, ...]:
     """Those of selective recomputation; without the flag Megatron's default."""
     given = arguments.recompute_modules
-    return ("core_attn",) if given is None else given
+    return ("core_attn",) if given is None else tuple(given)
 
 
 def cost_model_of_job(

@@ -1,5 +1,7 @@
 """HDP's attention in the place of Megatron's: its sink, and latents over other layers' kind."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building, mla
@@ -35,6 +38,97 @@ def swapped(folder, softmax_type):
 def test_the_sink_is_taken_over(run_ranks, tmp_path, softmax_type, names, is_set):
     found = run_ranks(1, swapped, tmp_path, softmax_type)
     assert found == [(True, names, is_set)]
+
+
+KERNELS = {"attention_softmax_in_fp32", "bf16", "deterministic_mode", "masked_softmax_fusion"}
+"""Kernels' own business: softmax is float32 or float64, torch and TransformerEngine are asked
+whether they must be deterministic.
+"""
+USED = {
+    *("init_method", "kv_channels", "num_attention_heads", "num_query_groups", "params_dtype"),
+    *("perform_initialization", "softmax_type", "window_attn_skip_freq", "window_size"),
+    *("sequence_parallel", "tensor_model_parallel_size"),
+    "apply_query_key_layer_scaling",  # changes nothing
+}
+REFUSED = {"attention_dropout": 0.1, "context_parallel_size": 2} | dict.fromkeys(
+    ("fp16", "batch_invariant_mode", "qk_clip", "log_max_attention_logit"), True
+)
+BUILT_WITH = {
+    *("config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale"),
+    *("k_channels", "v_channels", "cp_comm_type", "pg_collection"),
+}
+TRANSFORMER = Path(DotProductAttention.__init__.__code__.co_filename).parent
+STOCK = {
+    "DotProductAttention": TRANSFORMER / "dot_product_attention.py",
+    "TEDotProductAttention": TRANSFORMER.parent / "extensions" / "transformer_engine.py",
+}
+
+
+def fields_read(source, name):
+    """Fields of the configuration that a class reads."""
+    (made,) = (x for x in ast.walk(ast.parse(source)) if getattr(x, "name", None) == name)
+    return {
+        one.attr
+        for one in ast.walk(made)
+        if isinstance(one, ast.Attribute)
+        and "config" in (getattr(one.value, "id", None), getattr(one.value, "attr", None))
+    }
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_every_field_that_stock_attention_reads_is_used_or_refused(name):
+    found = fields_read(STOCK[name].read_text(), name)
+    assert {"softmax_type", "window_size", "attention_dropout"} <= found
+    assert found <= KERNELS | USED | REFUSED.keys(), "new: what does it do under HDP?"
+
+
+def test_a_new_field_would_be_seen():
+    source = "class A:\n    def f(self, config):\n        config.x; self.config.y; self.z"
+    assert fields_read(source, "A") == {"x", "y"}
+
+
+@pytest.mark.parametrize("module", ["attention", "multi_latent_attention"])
+def test_every_argument_that_stock_attention_is_built_with_is_known(module):
+    """And the scale among them."""
+    tree = ast.parse((TRANSFORMER / f"{module}.py").read_text())
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call)]
+    given = [
+        {one.arg for one in call.keywords}
+        for call in calls
+        if "submodules.core_attention" in ast.unparse(call) and len(call.keywords) > 2
+    ]
+    assert given and all("softmax_scale" in one and one <= BUILT_WITH for one in given), given
+
+
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "attention_dropout": 0.0}
+
+
+def built(config, mask=AttnMaskType.causal, **arguments):
+    return HdpCoreAttention(
+        config,
+        2,
+        mask,
+        "self",
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_use_is_refused_by_name(name):
+    config = TransformerConfig(**SMALL)
+    assert built(config).scale == 0.5
+    setattr(config, name, REFUSED[name])
+    with pytest.raises(ValueError, match=f"{name}|{name.replace('_', ' ')}"):
+        built(config)
+
+
+def test_a_scale_is_used_and_a_mask_that_is_not_causal_refused():
+    config = TransformerConfig(**SMALL)
+    assert built(config, softmax_scale=0.3).scale == 0.3
+    built(config, AttnMaskType.padding_causal)
+    with pytest.raises(ValueError, match="no_mask; use a causal one"):
+        built(config, AttnMaskType.no_mask)
 
 
 def fused_projection(normalization, gamma_is_centred):
