@@ -1,18 +1,24 @@
 """Of messages: who waits for whom on a GPU. Two ranks share the one there is."""
 
+import os
+import re
+import tempfile
 import time
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import seconds_of
-from several_ranks import new_group_of_all, run
+from several_ranks import new_group_of_all, one_gpu_environment, run
 
-from megatron_hdp.runtime.ring import RingComm
+from megatron_hdp.runtime.ring import RingComm, new_ring_group
 from questions import Answer, question
 
 _LATE_S = 2.0
-_LIMIT_S = 25.0
+_LIMIT_S = 14.0  # three times, and channels: a topic has a minute
+_PER_PEER = re.compile(r"(\d+) p2p channels per peer")
 
 
 @question("first message of a ring", "no longer than ten later ones")
@@ -31,6 +37,27 @@ def message_times() -> tuple[float, float, bool]:
     times = [1e3 * seconds_of(lambda: message().wait(), "cuda") for _ in range(6)]
     options = group._get_backend(torch.device("cuda")).options
     return times[0], max(times[1:]), options.is_high_priority_stream
+
+
+@question("channels that two ranks of the rings' communicator share, by NCCL's log", "4 or more")
+def _channels() -> Answer:
+    """Of two ranks that say they are two nodes; without the cap that these ranks have otherwise."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(2, make_wide_rings, folder, timeout_s=_LIMIT_S)
+        logs = "".join(path.read_text() for path in Path(folder).iterdir())
+    found = [int(number) for number in _PER_PEER.findall(logs)]
+    return Answer(f"{found}", min(found) >= 4)
+
+
+def make_wide_rings(folder: str) -> None:
+    """Body of a rank: makes the communicator as a run does, and notes what NCCL logs."""
+    log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": f"{folder}/%p"}
+    os.environ.update(one_gpu_environment(dist.get_rank()) | log)
+    del os.environ["NCCL_MAX_CTAS"]
+    torch.cuda.set_device(0)
+    everyone, timeout = [list(range(dist.get_world_size()))], timedelta(seconds=_LIMIT_S)
+    device = torch.device("cuda", 0)
+    new_ring_group(everyone, timeout, device, max_ctas=16, backend="nccl", tell=print)
 
 
 @question("a ring's message beside a reduction that waits", "passes at once")

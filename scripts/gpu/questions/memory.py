@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_hdp.runtime.clocks import DriverQuery, clock_of
+from megatron_hdp.runtime.cuda import settings
 from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
 from questions import Answer, question
 
@@ -51,13 +52,26 @@ print(loading_mode(), total - free, time.monotonic() - begun)
 """
 
 
-def _process(code: str, **variables: str) -> list[str]:
+_SAVE = """
+import pickle, subprocess, sys, torch
+from megatron_hdp.megatron.checkpoint.staging import Staged
+staged = Staged([torch.arange(1 << 20, device="cuda")])
+read = "import pickle, sys, torch; (x,) = pickle.load(sys.stdin.buffer); "
+read += "print(x.device.type, int(x.sum()) == (1 << 19) * ((1 << 20) - 1))"
+sent = pickle.dumps(staged)
+found = subprocess.run([sys.executable, "-c", read], input=sent, capture_output=True, check=True)
+print(found.stdout.decode())
+"""
+_WITHOUT_PTRACE = ("setpriv", "--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace")
+
+
+def _process(code: str, *before: str, **variables: str) -> list[str]:
     """What a process of its own prints: CUDA reads its settings once."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_MODULE_LOADING")
+    names = (settings.MEMORY, settings.OTHER_MEMORY, settings.MODULES, settings.CONNECTIONS)
     there = {name: value for name, value in os.environ.items() if name not in names}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     outcome = subprocess.run(
-        [sys.executable, "-c", code],
+        [*before, sys.executable, "-c", code],
         env={**there, "PYTHONPATH": path, **variables},
         capture_output=True,
         text=True,
@@ -80,6 +94,12 @@ def _fragments() -> Answer:
     default, growing = float(_process(_SHAPES)[0]), float(_process(_PREPARE + _SHAPES)[0])
     found = f"reserved {growing:.2f} of what is used at most, by default {default:.2f}"
     return Answer(found, growing < default and growing < 1.1)
+
+
+@question("a save's tensors for its writer, segments growing, without SYS_PTRACE", "the same")
+def _asynchronous_save() -> Answer:
+    found = _process(_PREPARE + _SAVE, *_WITHOUT_PTRACE)
+    return Answer(" ".join(found), found == ["cpu", "True"])
 
 
 @question("CUDA_MODULE_LOADING in effect; memory and time at start", "eager")
