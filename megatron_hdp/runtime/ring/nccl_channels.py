@@ -10,8 +10,9 @@ of 300. A ring has one neighbour on either side, so the rings' communicator asks
   whose messages pass through other GPUs; 1915: with 32 channels).
 - before 2.28 there is nothing for one communicator alone
 
-PyTorch binds neither, so they are written where they lie in NCCL's structure, after checks that it
-is the known one. A variable of NCCL's that the user sets decides instead, as in NCCL.
+PyTorch binds neither, so they are written where they lie in NCCL's structure, whose address it
+gives, after checks that it is the known one. A variable of NCCL's that the user sets decides
+instead, as in NCCL.
 """
 
 from __future__ import annotations
@@ -74,10 +75,9 @@ def _write(config: Any, field: _Field) -> None:
     Raises:
         OSError, ValueError: it is not the known structure; nothing is changed.
     """
-    if type(type(config)).__name__ != "pybind11_type":
-        raise ValueError(f"torch's configuration is a {type(config).__name__}, expected pybind11's")
-    # an instance of pybind11's holds, right after Python's header, where its C++ object lies
-    (address,) = struct.unpack("=Q", _memory(id(config) + object.__basicsize__, 8))
+    if not hasattr(config, "unsafe_get_ptr"):
+        raise ValueError("torch does not say where its configuration lies, 2.13 does")
+    address = config.unsafe_get_ptr()
     size, magic, code = _HEADER.unpack(_memory(address, _HEADER.size))
     built_for = (code // 10_000, code // 100 % 100, code % 100)
     if magic != _MAGIC or size < field.offset + 4 or built_for < field.since:
