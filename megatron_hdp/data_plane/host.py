@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def say_lost(why: str) -> None:
         mark_lost(folder, why)
-        print(f"data plane: node {options.node}: {why}", file=sys.stderr, flush=True)
+        _say(f"node {options.node}: {why}")
 
     def end_lost(why: str) -> None:
         say_lost(why)
@@ -110,10 +110,10 @@ class _Host:
             found["constructor"] = ray.get(asked, timeout=_ANSWER_S)
             write_status(self._folder, found)
             self._trouble = ""
-        except RayError as error:  # an actor that has died is being started again
+        except (RayError, OSError) as error:  # an actor is being started again, or the disk is full
             trouble = str(error).splitlines()[0]
             if trouble != self._trouble:
-                print(f"data plane: node {self._node}: {trouble}", file=sys.stderr, flush=True)
+                _say(f"node {self._node}: {trouble}")
             self._trouble = trouble
 
     def _log_failures(self, failed: Mapping[str, Mapping[str, str]]) -> None:
@@ -122,8 +122,7 @@ class _Host:
             for source, why in sources.items():
                 if (split, source) not in self._failed:
                     self._failed.add((split, source))
-                    line = f"data plane: {split} continues without source '{source}': {why}"
-                    print(line, file=sys.stderr, flush=True)
+                    _say(f"{split} continues without source '{source}': {why}")
 
     def _behind(self) -> dict[str, set[str]]:
         """For each split, sources that a rank of any node has waited for since the last time."""
@@ -142,6 +141,11 @@ class _Host:
                         behind.setdefault(split, set()).add(source)
                     self._waited_for[node, split, source] = count
         return behind
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the disk is full: the planner, which must write, ends the job
+        print(f"data plane: {text}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -46,8 +46,9 @@ def main() -> int:
     _kill_all()
     if code and not is_told:
         why = f"its process, {_HOST}, has ended with {code}"
-        print(f"data plane: {why}", flush=True)
-        mark_lost(Path(folder), why)
+        with suppress(OSError):  # no room
+            mark_lost(Path(folder), why)
+            print(f"data plane: {why}", flush=True)
     if not is_told:
         signal.sigwait({END_SIGNAL})
     for one in (folder, shared):  # which the rank has locked, if it lives

@@ -32,8 +32,12 @@ def mark_alive(folder: Path) -> None:
 
 def mark_lost(folder: Path, why: str) -> None:
     """Tell the node's ranks why its part has ended for good, unless that is told; the log stays."""
-    if not (folder / LOST).exists():
+    if (folder / LOST).exists():
+        return
+    try:
         write_own(folder / LOST, why.encode())
+    except OSError:  # no room: it stays, without the reason
+        (folder / LOST).touch(mode=0o600)
 
 
 def log_of(folder: Path) -> Path:

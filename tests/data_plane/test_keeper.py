@@ -1,5 +1,6 @@
 """Whoever dies of a rank, its keeper and their host: processes end, files of a dead job go."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_hdp.data_plane import node_files
 from megatron_hdp.data_plane.cluster.job_folder import LOST
 from megatron_hdp.data_plane.node_files import last_words, mark_lost, why_lost
 from tests.support.node import until
@@ -156,6 +158,16 @@ def test_of_a_plane_that_ended_badly_the_last_lines_are_shown(tmp_path):
     assert f"the last lines of {tmp_path}/log:" in head and "doctor --clean-up" in head
     assert lines == [f"  {number}\ufffd" for number in range(79, 99)]
     assert why_lost(tmp_path) == "why"
+
+
+def test_a_log_stays_though_there_is_no_room_for_the_reason(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(node_files, "write_own", full)
+    (tmp_path / "log").write_text("last line")
+    mark_lost(tmp_path, "why")
+    assert why_lost(tmp_path) == "" and last_words(tmp_path).endswith(":\n  last line")
 
 
 def test_the_keeper_is_small():

@@ -45,19 +45,21 @@ def folder_of_job(parent: Path | None = None) -> Iterator[tuple[str, int]]:
         that open: hand it to those that use the folder.
 
     Raises:
-        ValueError: nothing can be made in the folder of temporary files.
-        OSError: nothing can be made in `parent`.
+        ValueError: nothing can be made there.
     """
     of_sockets = parent is None
     parent = parent or Path(_short_folder())
     kept = [one for one in folders_of_jobs(parent, alive=False) if not remove_dead(one)]
     for older in sorted(kept, key=_time_of)[:-_MOST_KEPT]:
         remove_dead(older, even_lost=True)
+    folder = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        lock = lock_in(folder, _LOCK, socket.gethostname())
     except OSError as error:
-        raise (_no_folder(error) if of_sockets else error) from None
-    lock = lock_in(folder, _LOCK, socket.gethostname())
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise (_no_folder(error) if of_sockets else _no_room(parent, error)) from None
     try:
         yield str(folder), lock
     finally:
@@ -161,11 +163,23 @@ def _no_folder(error: OSError) -> ValueError:
     )
 
 
+def _no_room(parent: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"{parent}: found that no folder for a data plane can be made there ({error.strerror}), "
+        "expected room for its steps: make some (`megatron-hdp doctor --clean-up` removes what "
+        "dead jobs have left; a container's size is set by --shm-size)"
+    )
+
+
 def lock_in(folder: Path, name: str, text: str = "") -> int:
     """Make a file and lock it; who sees it under its name finds it locked."""
     unnamed = folder / f"{name}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.write(lock, text.encode())
-    unnamed.rename(folder / name)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, text.encode())
+        unnamed.rename(folder / name)
+    except BaseException:
+        os.close(lock)
+        raise
     return lock

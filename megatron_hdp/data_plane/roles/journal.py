@@ -6,6 +6,7 @@ slow network for example, can neither write nor answer.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
@@ -77,7 +78,19 @@ class Journal:
 
         Raises:
             FencedError: another planner has taken over, nothing was written.
+            ValueError: there is no room for it.
         """
+        try:
+            self._append(entry)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ValueError(
+                f"{self._folder}: found no room for the data plane's journal ({error.strerror}), "
+                "expected a few KB: make room there, or set TMPDIR to another folder"
+            ) from None
+
+    def _append(self, entry: Entry) -> None:
         line = orjson.dumps(entry.__dict__, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         with self._locked():
             self._require_current()

@@ -1,5 +1,6 @@
 """What dead jobs left in the folder for temporary files goes; what lives or is not ours stays."""
 
+import errno
 import os
 import signal
 import socket
@@ -86,6 +87,19 @@ def test_what_is_not_known_to_be_dead_stays(temporary, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with folder_of_job():
         assert not ours.exists()
+
+
+def test_where_there_is_no_room_nothing_is_left(tmp_path, monkeypatch):
+    def full(file, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folders.os, "write", full)
+    with (
+        pytest.raises(ValueError, match=f"{tmp_path}: .*No space left.*doctor --clean-up"),
+        folder_of_job(tmp_path),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_jobs_that_ended_badly_some_folders_stay(temporary, monkeypatch):

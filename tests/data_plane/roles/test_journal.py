@@ -1,5 +1,6 @@
 """What was decided is on disk before anybody hears of it, and one planner is the one."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -138,16 +139,20 @@ def test_an_entry_is_on_the_disk_before_its_planner_goes_on(folder, monkeypatch)
     assert done == of_file
 
 
-def test_a_disk_that_takes_a_part_of_an_entry_loses_no_other(folder, monkeypatch):
+@pytest.mark.parametrize(
+    "code, told",
+    [(errno.ENOSPC, "no room for the data plane's journal .No space left"), (errno.EIO, "Input")],
+)
+def test_a_disk_that_takes_a_part_of_an_entry_loses_no_other(folder, monkeypatch, code, told):
     journal, real = Journal(folder), os.write
     journal.append(entry(0))
 
     def full(file, data):
         real(file, bytes(data)[:10])
-        raise OSError(28, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(module.os, "write", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError if code == errno.EIO else ValueError, match=told):
         journal.append(entry(1))
     monkeypatch.setattr(module.os, "write", real)
     journal.append(entry(2))
