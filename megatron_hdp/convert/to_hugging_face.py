@@ -23,6 +23,7 @@ from megatron_hdp.convert.files.workplace import require_new, workplace
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
 from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, CheckpointFolder
+from megatron_hdp.megatron.checkpoint.unpickling import read_list
 from megatron_hdp.megatron.checkpoint.verification import inventory
 
 SHARD_BYTES = 5_000_000_000
@@ -59,7 +60,7 @@ class Trained:
         before = without_quantisation(hf_folder.read_json(like / CONFIG))
         family = family_of(before, str(like / CONFIG))
         config = update(before, family.flags(before), released.flags_of(place))
-        reader = DistReader(place)
+        reader = DistReader(place, read_list(place))
         stacked = not any(key.startswith("decoder.layers.0.") for key in reader.keys)
         plan = [_with_key(piece, reader) for piece in pieces(family, config, stacked=stacked)]
         _require_all(place, reader, plan)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -111,6 +112,18 @@ OF_SHARDS = {
         without(SHARDS[1]),
         f"found 3 of 4 shards, expected those of {INDEX}: fetch model-00002",
     ),
+    "a shard of another folder": (
+        changed(INDEX, weight_map={Q_NORM: f"../{SHARDS[0]}"}),
+        f"found the shard '../{SHARDS[0]}', expected the name of a file in its folder",
+    ),
+    "a shard by its whole path": (
+        changed(INDEX, weight_map={Q_NORM: f"/tmp/{SHARDS[0]}"}),
+        f"found the shard '/tmp/{SHARDS[0]}', expected the name of a file in its folder",
+    ),
+    "a shard of no name": (
+        changed(INDEX, weight_map={Q_NORM: 7}),
+        "found 0 of 1 shards, expected those of",
+    ),
     "shards of two revisions": (
         lambda folder: shutil.copyfile(folder / SHARDS[0], folder / SHARDS[1]),
         "speaks of tensors that their shards do not hold: ",
@@ -133,6 +146,14 @@ def test_models(saved, tmp_path, capsys, name):
     target = tmp_path / "checkpoint"
     refused(capsys, ["--from-hf", tmp_path / "model", "--to", target], expected)
     assert not target.exists()
+
+
+def test_shards_may_be_links_as_in_the_cache_of_hugging_face(saved, tmp_path):
+    blobs, model = shutil.copytree(saved / "shards", tmp_path / "blobs"), tmp_path / "model"
+    model.mkdir()
+    for path in blobs.iterdir():
+        (model / path.name).symlink_to(Path("..", "blobs", path.name))
+    assert to_megatron.Model.find(model).tensors
 
 
 def test_targets(saved, tmp_path, capsys):

@@ -8,29 +8,17 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 Numbers = Sequence[int]
 
 
 class DistReader:
-    """The tensors of one checkpoint.
+    """The tensors of one checkpoint, a folder, by its list of them."""
 
-    Raises:
-        ValueError: it is no such checkpoint.
-    """
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
-        try:
-            metadata = FileSystemReader(folder).read_metadata()
-        except FileNotFoundError:
-            raise ValueError(
-                f"{folder}: found no .metadata, expected a checkpoint in the format torch_dist: "
-                "give the folder of --save of a run that saved one"
-            ) from None
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: kind
             for key, kind in metadata.state_dict_metadata.items()
@@ -96,7 +84,13 @@ class DistReader:
 
     def _chunk(self, index: MetadataIndex) -> torch.Tensor:
         place = self._places[index]
-        path = self._folder / place.relative_path
+        name = str(place.relative_path)
+        if Path(name).name != name:
+            raise ValueError(
+                f"{self._folder}: found {index.fqn} in {name!r}, expected a file of this folder: "
+                "take another checkpoint"
+            )
+        path = self._folder / name
         with path.open("rb") as file:
             view = _create_file_view(file, place.offset, place.length)
             tensor: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)

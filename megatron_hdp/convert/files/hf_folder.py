@@ -66,7 +66,13 @@ def _by_index(folder: Path) -> dict[str, Stored]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / INDEX}: found no weight_map, expected one: fetch it again")
-    names = sorted(set(weight_map.values()))
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:  # a link in the folder may lead out of it: such is Hugging Face's cache
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(
+                f"{folder / INDEX}: found the shard {name!r}, expected the name of a file in its "
+                "folder: fetch the index again"
+            )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(
@@ -74,7 +80,7 @@ def _by_index(folder: Path) -> dict[str, Stored]:
             f"of {INDEX}: fetch {listed(missing)}"
         )
     shards = {name: read_header(folder / name) for name in names}
-    absent = [name for name, shard in weight_map.items() if name not in shards[shard]]
+    absent = [name for name, shard in weight_map.items() if name not in shards[str(shard)]]
     if absent:
         raise ValueError(
             f"{folder / INDEX} speaks of tensors that their shards do not hold: {listed(absent)}: "

@@ -16,6 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_hdp.megatron.checkpoint import unpickling
 from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
 from megatron_hdp.megatron.checkpoint.together import on_every_rank, on_first_rank
 from megatron_hdp.megatron.checkpoint.verification import inventory, share_of
@@ -78,7 +79,8 @@ def _explained(source: Path) -> Iterator[None]:
     every rank comes here.
     """
     try:
-        yield
+        with unpickling.as_data():
+            yield
     except CheckpointException as error:
         reasons = [failure for failure, _ in error.failures.values()]
         if misfits := [one for one in reasons if isinstance(one, CheckpointingException)]:
@@ -93,6 +95,8 @@ def _explained(source: Path) -> Iterator[None]:
 
 
 def _unreadable(source: Path, error: BaseException) -> ValueError:
+    if foreign := unpickling.foreign_class(error, source):
+        return foreign
     reason = " ".join(str(error).split())[:300]
     return ValueError(
         f"{source}: found unreadable content ({type(error).__name__}: {reason}), expected a "

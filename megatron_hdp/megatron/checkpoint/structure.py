@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import zipfile
 from collections import defaultdict
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_hdp.megatron.checkpoint.checksums import Inventory
+from megatron_hdp.megatron.checkpoint.unpickling import METADATA, ForeignClass, read_list
 
-_METADATA, _COMMON, _CONFIG = ".metadata", "common.pt", "metadata.json"
+_COMMON, _CONFIG = "common.pt", "metadata.json"
 _COMMON_KEY = "common_state"
 """Under which newer releases, such as 0.19, hold among the tensors what was ``common.pt``."""
 
@@ -25,7 +25,7 @@ _COMMON_KEY = "common_state"
 class Structure(Inventory):
     """A checkpoint of which only Megatron's own files tell something."""
 
-    has_checksums, lists = False, (_METADATA, _COMMON, _CONFIG)
+    has_checksums, lists = False, (METADATA, _COMMON, _CONFIG)
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, {})
@@ -80,10 +80,9 @@ class Structure(Inventory):
 
     def _read_metadata(self) -> str | None:
         """Notes which parts of which files hold tensors; a fault if that cannot be told."""
-        path = self._folder / _METADATA
+        path = self._folder / METADATA
         try:
-            with path.open("rb") as file:
-                metadata = pickle.load(file)
+            metadata = read_list(self._folder)
             for info in metadata.storage_data.values():
                 name, offset, length = str(info.relative_path), int(info.offset), int(info.length)
                 if Path(name).name != name or offset < 0 or length <= 0:
@@ -92,6 +91,8 @@ class Structure(Inventory):
             for key, tensor in metadata.state_dict_metadata.items():
                 _require_covered(key, tensor)
             self._keys = {str(key) for key in metadata.state_dict_metadata}
+        except ForeignClass as error:
+            return str(error)
         # a damaged pickle may raise anything, and what it gave may be of any shape
         except Exception as error:
             self._parts.clear()

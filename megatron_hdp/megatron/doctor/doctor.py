@@ -223,6 +223,15 @@ SEAMS = (
         "megatron.core.dist_checkpointing.strategies.filesystem_async:_results_queue",
         "replaced while a save begins: writers report through a file, no process outlives a kill",
     ),
+    Seam(
+        "torch.distributed.checkpoint.filesystem:pickle",
+        "replaced while a checkpoint is read: its list of tensors runs no code",
+    ),
+    Seam(
+        "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
+        "wrapped while a checkpoint is read: the objects in it run no code",
+        parameter="value",
+    ),
 )
 
 

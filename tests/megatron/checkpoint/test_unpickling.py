@@ -1,0 +1,90 @@
+"""What lies in a checkpoint is data: nothing that reads it runs what it names."""
+
+import io
+import os
+import pickle
+import shutil
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_hdp.megatron.checkpoint import reading
+from megatron_hdp.megatron.checkpoint.unpickling import foreign_class, read_list
+from megatron_hdp.megatron.checkpoint.verification import verify
+from tests.megatron.checkpoint.small import save_small
+
+KEY = "common_state/shard_0_1"
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker):
+        self._marker = str(marker)
+
+    def __reduce__(self):
+        return os.mkdir, (self._marker,)
+
+
+def with_list(place, marker):
+    (place / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+
+
+def with_object(place, marker):
+    shutil.rmtree(place)
+    dcp.save({KEY: Evil(marker)}, storage_writer=dcp.FileSystemWriter(place), no_dist=True)
+
+
+def load_object(place):
+    """As Megatron 0.19 loads what ranks hold alike, and each release a module's own state."""
+    with reading._explained(place):
+        dcp.load({KEY: io.BytesIO()}, storage_reader=dcp.FileSystemReader(place), no_dist=True)
+
+
+READERS = {
+    "verify": (with_list, lambda place: verify(place, 4)),
+    "convert": (with_list, read_list),
+    "list": (with_list, load_object),
+    "object": (with_object, load_object),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_nothing_that_a_checkpoint_names_is_run(tmp_path, name):
+    place, marker = save_small(tmp_path, 4, with_checksums=False, common_file=False), tmp_path / "x"
+    load_object(place)
+    spoil, read = READERS[name]
+    spoil(place, marker)
+    try:
+        found = str(read(place))
+    except ValueError as error:
+        found = str(error)
+    assert not marker.exists()
+    assert "found posix.mkdir, which may run code, expected data alone" in found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch\nload\n(S'/tmp/x'\ntR.",
+        b"cpathlib\nPosixPath.unlink\n.",
+        b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.",
+        b"ctorch.serialization\n_get_layout.__globals__\n.",
+    ],
+)
+def test_a_list_names_classes_of_lists_alone(tmp_path, change):
+    (tmp_path / ".metadata").write_bytes(change)
+    with pytest.raises(ValueError, match="may run code") as error:
+        read_list(tmp_path)
+    assert foreign_class(error.value, tmp_path) is error.value
+
+
+def test_lists_of_older_and_newer_releases_are_read(tmp_path):
+    place = save_small(tmp_path, 4)
+    old = Metadata(read_list(place).state_dict_metadata, planner_data={"a": ("a", 0)})
+    old.mcore_data = {}
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        (place / ".metadata").write_bytes(pickle.dumps(old, protocol))
+        assert vars(read_list(place)) == vars(old)
