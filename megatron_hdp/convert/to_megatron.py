@@ -17,7 +17,12 @@ from megatron_hdp.convert.families.table import Config, Family, Piece, by_file, 
 from megatron_hdp.convert.files import dist_writer, hf_folder
 from megatron_hdp.convert.files.dist_writer import Chunk, DistFile
 from megatron_hdp.convert.files.hf_folder import CONFIG, listed
-from megatron_hdp.convert.files.quantised import Tensor, as_read, without_quantisation
+from megatron_hdp.convert.files.quantised import (
+    Tensor,
+    as_read,
+    require_weight,
+    without_quantisation,
+)
 from megatron_hdp.convert.files.workplace import Workplace, require_new, workplace
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
@@ -251,6 +256,7 @@ def _require_all(
                 f"{tensors[name].path}: found {name} of shape {list(tensors[name].shape)}, "
                 f"expected {list(shape)} by {CONFIG}: fetch both of the same revision"
             )
+        require_weight(name, tensors[name])
 
 
 def _is_one_of(name: str, patterns: Sequence[str]) -> bool:

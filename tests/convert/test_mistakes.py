@@ -100,6 +100,14 @@ MODELS = {
         tensors(lambda found: found.update({Q_NORM: torch.zeros(13)})),
         f"found {Q_NORM} of shape [13], expected [12] by config.json",
     ),
+    "integers for weights": (
+        tensors(lambda found: found.update({Q_NORM: found[Q_NORM].view(torch.int32)})),
+        f"found {Q_NORM} of type I32, expected a weight of F64, F32, F16, BF16, or one that",
+    ),
+    "8 bits without scales": (
+        tensors(lambda found: found.update({Q_NORM: found[Q_NORM].to(torch.float8_e4m3fn)})),
+        f"found {Q_NORM} of type F8_E4M3, expected a weight of",
+    ),
     "layers of two types": (
         tensors(lambda found: found.update({Q_NORM: found[Q_NORM].half()})),
         "found layers in torch.float16 and in torch.float32, expected one type",

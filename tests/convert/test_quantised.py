@@ -78,6 +78,21 @@ def test_they_become_bfloat16(tmp_path, name):
     assert same_tensors(tmp_path / "back", expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "other"),
+    [("deepseek", "_scale_inv", torch.int32), ("gpt-oss-32", "_scales", torch.float32)],
+)
+def test_scales_of_another_type_are_refused(tmp_path, name, kind, other):
+    change, settings = CASES[name]
+    model = save_model(name, tmp_path / "model")
+    quantise(model, change, settings)
+    tensors = load_file(model / "model.safetensors")
+    spoilt = next(key for key in tensors if key.endswith(kind))
+    save_file({**tensors, spoilt: tensors[spoilt].to(other)}, model / "model.safetensors")
+    with pytest.raises(ValueError, match=f"found {spoilt} of type [IF]32, expected"):
+        to_megatron(model, tmp_path / "checkpoint", None, print)
+
+
 def test_other_quantisations_are_refused(tmp_path):
     model = save_model("qwen3", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())

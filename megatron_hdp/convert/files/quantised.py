@@ -6,7 +6,7 @@ w_blocks, w_scales      two values of 4 bits in a byte, and an exponent for each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_hdp.convert.files.safetensors_file import Stored
+from megatron_hdp.convert.files.safetensors_file import FLOATING, Stored
 
 KEY = "quantization_config"
 _FP8, _MXFP4 = "fp8", "mxfp4"
@@ -136,6 +136,7 @@ def _of_fp8(tensors: Mapping[str, Stored], block: tuple[int, int]) -> dict[str, 
                 f"{list(stored.shape)}, expected one for each block of weight_block_size "
                 f"{list(block)}: save the model in bfloat16 with transformers first"
             )
+        _require_types(tensors, FLOATING, name + _FP8_SCALES)
         found[name] = Fp8(stored, scales, stored.shape, block)
     return found
 
@@ -146,11 +147,35 @@ def _of_mxfp4(tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
         if name.endswith(_BLOCKS):
             whole = name.removesuffix(_BLOCKS)
             scales = _scales(tensors, name, whole + _SCALES)
+            _require_types(tensors, ("U8",), name, whole + _SCALES)
             experts, rows, blocks, pairs = stored.shape
             found[whole] = Mxfp4(stored, scales, (experts, 2 * blocks * pairs, rows))
         elif not name.endswith(_SCALES):
             found[name] = stored
     return found
+
+
+def require_weight(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor whose numbers are not yet what they stand for.
+
+    Raises:
+        ValueError: it is of no floating type, or of one of 8 bits without scales.
+    """
+    if isinstance(tensor, Stored) and tensor.dtype not in FLOATING:
+        raise ValueError(
+            f"{tensor.path}: found {name} of type {tensor.dtype}, expected a weight of "
+            f"{', '.join(FLOATING)}, or one that {KEY} in config.json describes as {_FP8} or "
+            f"{_MXFP4}: save the model in bfloat16 with transformers first"
+        )
+
+
+def _require_types(tensors: Mapping[str, Stored], types: Collection[str], *names: str) -> None:
+    for name in names:
+        if tensors[name].dtype not in types:
+            raise ValueError(
+                f"{tensors[name].path}: found {name} of type {tensors[name].dtype}, expected "
+                f"{' or '.join(types)}: fetch the model again"
+            )
 
 
 def _scales(tensors: Mapping[str, Stored], name: str, of: str) -> Stored:

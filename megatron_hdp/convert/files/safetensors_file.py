@@ -38,6 +38,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""Whose numbers mean themselves."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
