@@ -16,6 +16,7 @@ from megatron_hdp.data.steps import RankMicroBatch, StepShares, plan_by, read_mi
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.weights import load_weights
 from megatron_hdp.megatron.execution import OwnLoss, RankOutcome
+from megatron_hdp.megatron.lm.changes import Changes
 from megatron_hdp.megatron.lm.model import take_over
 from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.optimizer import build_optimizer
@@ -89,7 +90,8 @@ class HdpSession:
             "vocabulary": vocab_size,
         }
         require_agreement(facts, parallel.compute_device())
-        self._has_joined = self._has_groups = False
+        self._has_joined = self._has_groups = self._is_released = False
+        self._changes: Changes | None = None
 
     @classmethod
     def from_flags(cls, flags: Sequence[str], *, vocab_size: int) -> HdpSession:
@@ -131,8 +133,9 @@ class HdpSession:
     ) -> HdpSession:
         """A session over a GPT that was built by other means from Megatron's classes.
 
-        It is adapted in place: classes of attention, positions, routers and output change, weights
-        and their names do not. From then on the session runs it, not the framework's own forward.
+        It is adapted in place: classes of attention, positions, routers and output change; weights,
+        their names and the names of classes do not, so exporters of weights know it. Until
+        `release` the session runs it, not the framework's own forward.
 
         Args:
             chunks: this rank's parts of the model, each in Megatron's DDP, built with
@@ -144,18 +147,37 @@ class HdpSession:
             options: others of HDP's, by the names of `HdpOptions`: ``hdp_strategy="naive"``.
 
         Raises:
-            ValueError: a model or options that HDP does not know.
+            ValueError: a model or options that HDP does not know; the model is as it was.
         """
-        first = take_over(chunks)
-        arguments = arguments_of_model(
-            first.config,
-            chunks[0].ddp_config,
-            seq_length=seq_length,
-            tied_embeddings=first.share_embeddings_and_output_weights,
-            hdp_tokens_per_rank=hdp_tokens_per_rank,
-            **options,
-        )
-        return cls(arguments, chunks, vocab_size=vocab_size)
+        changes = Changes(chunks)
+        try:
+            first = take_over(chunks)
+            arguments = arguments_of_model(
+                first.config,
+                chunks[0].ddp_config,
+                seq_length=seq_length,
+                tied_embeddings=first.share_embeddings_and_output_weights,
+                hdp_tokens_per_rank=hdp_tokens_per_rank,
+                **options,
+            )
+            session = cls(arguments, chunks, vocab_size=vocab_size)
+        except BaseException:
+            changes.end()
+            changes.undo()
+            raise
+        changes.end()
+        session._changes = changes
+        return session
+
+    def release(self) -> None:
+        """Gives the model of `of_model` back as it was, but for weights and gradients.
+
+        The framework's own forward runs again; the session does not. Of sessions over one model,
+        release the latest first.
+        """
+        if self._changes is not None:
+            self._changes.undo()
+            self._changes, self._is_released = None, True
 
     def load_weights(self, folder: str | os.PathLike[str], optimizer: Any = None) -> None:
         """Loads the weights of the latest checkpoint in a folder, whatever layout saved it.
@@ -316,6 +338,11 @@ class HdpSession:
         """The batch and its plan, once all ranks hold the same and are about to do the same."""
 
         def prepared() -> tuple[CheckedBatch, Plan]:
+            if self._is_released:
+                raise ValueError(
+                    "found a session that has released its model, expected one that has it: make "
+                    "another by HdpSession.of_model"
+                )
             checked = self._checked(batch)
             return checked, self._usable(plan, checked)
 

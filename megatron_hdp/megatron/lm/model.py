@@ -1,10 +1,12 @@
 """Adapts the model that Megatron-LM has built to HDP.
 
-Classes change, parameters do not: weights, their names and what checkpoints hold stay Megatron's.
+Classes change, parameters do not: weights, their names and what checkpoints hold stay Megatron's,
+and so do the names of classes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +46,7 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
             f"the script's model provider: found a {type(model).__name__}, expected "
             "megatron.core's GPTModel: use pretrain_gpt.py"
         )
+    names = {path: type(module).__name__ for path, module in model.named_modules()}
     for layer in (*model.decoder.layers, *further_layers(model)):
         _adapt_attention(layer.self_attention, layer.layer_number)
         if isinstance(layer.mlp, MoELayer):
@@ -53,6 +56,9 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
     HdpMtpLayer.adopt_all(model)
     if fused_loss:
         FusedLossModel.adopt(model)
+    for path, module in model.named_modules():
+        if names.get(path, type(module).__name__) != type(module).__name__:
+            module.__class__ = _named(type(module), names[path])
     return model
 
 
@@ -76,6 +82,15 @@ def take_over(chunks: Sequence[Any]) -> GPTModel:
         config = get_model_config(chunk)
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
     return models[0]
+
+
+@functools.cache
+def _named(cls: type, name: str) -> type:
+    """The same class under a name of Megatron's.
+
+    Exporters of weights (Megatron-Bridge's, verl's) go by it.
+    """
+    return type(name, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def _adapt_attention(attention: Any, layer_number: int) -> None:
