@@ -122,7 +122,7 @@ class CheckedBatch:
         """Arrays ``[length]`` of finite numbers, one behind another."""
         if given is None:
             return None
-        flat = self._flat_array(name, given)
+        flat = self._flat_array(name, given, of_any_types=True)
         if flat.ndim > 1:
             raise ValueError(f"found {name} of shape [length, ...], expected one number a token")
         if flat.dtype.kind == "f" and not np.isfinite(flat).all():
@@ -135,7 +135,9 @@ class CheckedBatch:
             )
         return flat
 
-    def _flat_array(self, name: str, given: Sequence[Any]) -> AnyArray:
+    def _flat_array(
+        self, name: str, given: Sequence[Any], *, of_any_types: bool = False
+    ) -> AnyArray:
         arrays = [_of_token(one, name, i) for i, one in enumerate(given)]
         if len(arrays) != len(self.lengths):
             raise ValueError(
@@ -149,7 +151,7 @@ class CheckedBatch:
                     f"{length:,}: one for each of its tokens, the first one's included"
                 )
         kinds = {(array.dtype.str, array.shape[1:]) for array in arrays}
-        if len(kinds) > 1:
+        if len({shape if of_any_types else (kind, shape) for kind, shape in kinds}) > 1:
             raise ValueError(
                 f"found {name} of {', '.join(f'{kind} {shape}' for kind, shape in sorted(kinds))}, "
                 "expected one type and shape of an entry in all sequences"

@@ -10,6 +10,7 @@ import torch
 from megatron_hdp.arrays import AnyArray, Int64Array
 from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.model import LastStage
+from megatron_hdp.runtime.gathering import on_every_rank
 from megatron_hdp.session.batch import CheckedBatch
 from megatron_hdp.session.losses import FromHidden, FromLogProbs, TokenFunction
 
@@ -91,6 +92,10 @@ class LogProbs(_OfTokens):
         return found
 
 
+class _WrongLosses(ValueError):
+    pass
+
+
 class OwnFunction(_OfTokens):
     """What a function of the caller's makes of the tokens with loss."""
 
@@ -99,6 +104,7 @@ class OwnFunction(_OfTokens):
         self._loss = loss
         self.shift = 1 if isinstance(loss, FromLogProbs) else 0
         self._sums: dict[str, torch.Tensor] = {}
+        self._failure: Exception | None = None
 
     def _of_places(self, places: Int64Array) -> Arrays:
         return {f"{_ARRAY}{name}": one[places] for name, one in self._batch.arrays.items()}
@@ -110,12 +116,39 @@ class OwnFunction(_OfTokens):
             given = last.log_probs(rows, tensors[_TARGETS], self._loss.temperature)
         else:
             given = last.hidden(rows)
-        if not len(rows):  # a function's mean of nothing would be NaN
-            return given.sum()
+        if not len(rows) or self._failure is not None:  # a mean of nothing would be NaN
+            return 0 * given.sum()
+        try:
+            return self._of_function(given, tensors)
+        # others wait for this rank's part of the step: all learn of it behind the step
+        except Exception as error:
+            self._failure = error
+            return 0 * given.sum()
+
+    def require_run(self, device: torch.device) -> None:
+        """Raises on every rank if the function did on any; every rank must call this.
+
+        Raises:
+            ValueError: names the rank, and what it raised.
+        """
+
+        def require() -> None:
+            if isinstance(self._failure, _WrongLosses):
+                raise self._failure
+            if self._failure is not None:
+                kind, function = type(self._failure).__name__, name_of(self._loss.function)
+                raise ValueError(f"{function} raised {kind}: {self._failure}")
+
+        try:
+            on_every_rank(require, device)
+        except ValueError as error:
+            raise error from self._failure
+
+    def _of_function(self, given: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         arrays = {name: tensors[f"{_ARRAY}{name}"] for name in self._batch.arrays}
         found = self._loss.function(given, arrays)
         losses, figures = found if isinstance(found, tuple) else (found, {})
-        self._require(losses, len(rows))
+        self._require(losses, len(given))
         for name, one in figures.items():
             total = one.detach().sum().double()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
@@ -128,17 +161,17 @@ class OwnFunction(_OfTokens):
     def _require(self, losses: object, num: int) -> None:
         what = "log-probabilities" if self.shift else "hidden states"
         if not isinstance(losses, torch.Tensor):
-            raise ValueError(
+            raise _WrongLosses(
                 f"{name_of(self._loss.function)} returned {type(losses).__name__}, expected a "
                 "tensor of losses, or a pair of it and figures by name"
             )
         if losses.shape not in ((num,), ()):
-            raise ValueError(
+            raise _WrongLosses(
                 f"{name_of(self._loss.function)} returned losses of shape {tuple(losses.shape)}, "
                 f"expected one for each of the {num} {what} that it was given, or their sum"
             )
         if torch.is_grad_enabled() and not losses.requires_grad:
-            raise ValueError(
+            raise _WrongLosses(
                 f"{name_of(self._loss.function)} returned losses without a gradient, expected them "
                 f"to depend on the {what} that it was given: detach nothing of these"
             )

@@ -244,7 +244,8 @@ class HdpSession:
             forward_only: leaves gradients alone, and the model is in evaluation.
 
         Raises:
-            ValueError: on every rank: a batch, loss or plan that cannot be run.
+            ValueError: on every rank: a batch, loss or plan that cannot be run; a loss that raised
+                on any rank.
             DisagreementError: ranks hold different batches, plans, losses or divisors.
             NonFiniteError: the loss or a gradient is NaN or infinite.
         """
@@ -256,7 +257,10 @@ class HdpSession:
         if not forward_only:
             self._clear_gradients(parameters)
         micro_batches, outcome = self._run(checked, made, divisor, objective, forward_only)
-        sums = objective.sums() if isinstance(objective, OwnFunction) else {}
+        sums = {}
+        if isinstance(objective, OwnFunction):
+            objective.require_run(parallel.compute_device())
+            sums = objective.sums()
         job = totals_of(outcome, self.place, bool(sums))
         require_finite_loss(job["loss"], micro_batches, outcome.losses)
         if not forward_only:

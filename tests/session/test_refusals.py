@@ -95,6 +95,12 @@ def cases_of(batch):
         "loss of a wrong shape": (of_loss(lambda p: p[None]), value, "losses of shape (1, "),
         "loss of no tensor": (of_loss(lambda p: 1.0), value, "returned float, expected a tensor"),
         "loss without gradient": (of_loss(torch.detach), value, "losses without a gradient"),
+        "loss that raises": (of_loss(lambda p: 1 / 0), value, "raised ZeroDivisionError: division"),
+        "loss that raises on one rank": (
+            of_loss(lambda p: here(1, p, None).square()),
+            value,
+            "rank 1: cases_of.<locals>.of_loss.<locals>.<lambda> raised AttributeError: 'NoneType'",
+        ),
         "nan loss": (of_loss(lambda p: p * np.nan), "NonFiniteError", "sequences "),
         "nan gradient": (
             of(loss=roots),

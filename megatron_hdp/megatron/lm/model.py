@@ -6,7 +6,6 @@ and so do the names of classes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from megatron_hdp.megatron.model import (
 
 # names, because TransformerEngine may not be installed
 _CORE_ATTENTIONS = ("DotProductAttention", "TEDotProductAttention")
+_NAMED: dict[tuple[type[Any], str], type[Any]] = {}
 
 
 def adapt(model: Any, *, fused_loss: bool) -> Any:
@@ -84,13 +84,14 @@ def take_over(chunks: Sequence[Any]) -> GPTModel:
     return models[0]
 
 
-@functools.cache
-def _named(cls: type, name: str) -> type:
+def _named(cls: type[Any], name: str) -> type[Any]:
     """The same class under a name of Megatron's.
 
     Exporters of weights (Megatron-Bridge's, verl's) go by it.
     """
-    return type(name, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    if (cls, name) not in _NAMED:
+        _NAMED[cls, name] = type(name, (cls,), {"__module__": cls.__module__})
+    return _NAMED[cls, name]
 
 
 def _adapt_attention(attention: Any, layer_number: int) -> None:
