@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hdp.convert.families.flags import update
-from megatron_hdp.convert.families.registry import family_of
+from megatron_hdp.convert.families.registry import family_of, flags_of
 from megatron_hdp.convert.families.table import Family, Piece, by_file, pieces
 from megatron_hdp.convert.files import hf_folder
 from megatron_hdp.convert.files.dist_reader import DistReader
@@ -59,7 +59,8 @@ class Trained:
             )
         before = without_quantisation(hf_folder.read_json(like / CONFIG))
         family = family_of(before, str(like / CONFIG))
-        config = update(before, family.flags(before), released.flags_of(place))
+        flags = flags_of(family, before, str(like / CONFIG))
+        config = update(before, flags, released.flags_of(place))
         reader = DistReader(place, read_list(place))
         stacked = not any(key.startswith("decoder.layers.0.") for key in reader.keys)
         plan = [_with_key(piece, reader) for piece in pieces(family, config, stacked=stacked)]

@@ -7,12 +7,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_hdp.convert.families.flags import as_yaml
-from megatron_hdp.convert.families.registry import family_of
+from megatron_hdp.convert.families.registry import family_of, flags_of
 from megatron_hdp.convert.families.table import Config, Family, Piece, by_file, pieces
 from megatron_hdp.convert.files import dist_writer, hf_folder
 from megatron_hdp.convert.files.dist_writer import Chunk, DistFile
@@ -28,7 +28,6 @@ from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
 from megatron_hdp.megatron.checkpoint.checksums import FileSum
 from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, RELEASE
-from megatron_hdp.megatron.options import TrainingArguments
 
 FILE_BYTES = 1 << 30
 """Of a checkpoint's file: what a run that is killed loses at most."""
@@ -60,12 +59,9 @@ class Model:
         family = family_of(written, str(folder / CONFIG))
         try:
             config = without_quantisation(written)
-            flags = family.flags(config)
-        except KeyError as error:
-            raise ValueError(f"{folder / CONFIG}: found no {error}, expected it") from None
         except ValueError as error:
             raise ValueError(f"{folder / CONFIG}: {error}") from None
-        _require_known(flags, folder)
+        flags = flags_of(family, config, str(folder / CONFIG))
         tensors = as_read(written, hf_folder.find_tensors(folder))
         plan = pieces(family, config, stacked=is_stacked(flags))
         _require_all(folder, family, config, tensors, plan)
@@ -214,16 +210,6 @@ def _yaml_of(model: Model, target: Path) -> str:
         flags["tokenizer_type"] = "HuggingFaceTokenizer"
         flags["tokenizer_model"] = str((target / MODEL_FILES).resolve())
     return as_yaml(flags, f"{model.family.name}: what training has to know of {model.folder.name}")
-
-
-def _require_known(flags: Mapping[str, Any], folder: Path) -> None:
-    known = {one.name for one in fields(TrainingArguments)}
-    if unknown := sorted(set(flags) - known):
-        names = ", ".join("--" + name.replace("_", "-") for name in unknown)
-        raise ValueError(
-            f"{folder / CONFIG}: found a model that needs {names}, expected one that training "
-            "knows: it would be another model without"
-        )
 
 
 def _require_all(

@@ -7,7 +7,9 @@ documents them. This room is below every other one and imports nothing of the pa
 
 from megatron_hdp.options.declaration import (
     OptionError,
+    check_value,
     check_values,
+    declared,
     flag_of,
     markdown_table,
     no_effect,
@@ -24,7 +26,9 @@ __all__ = [
     "OptionError",
     "OptionParser",
     "add_options",
+    "check_value",
     "check_values",
+    "declared",
     "flag_of",
     "from_namespace",
     "markdown_table",

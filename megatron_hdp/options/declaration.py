@@ -88,17 +88,22 @@ def check_values(options: Any) -> None:
         OptionError: a required one is missing, or a value is outside its range or choices.
     """
     for item, kind in declared(type(options)):
-        value, limits, flag = getattr(options, item.name), item.metadata, flag_of(item.name)
-        if limits["required"] and value in (None, ()):
-            raise OptionError(f"{flag} is missing: give it as a flag or in the --config file")
-        if value is None:
-            continue
-        for one in value if typing.get_origin(kind) is tuple else (value,):
-            if limits["choices"] and one not in limits["choices"]:
-                expected = " or ".join(limits["choices"])
-                raise OptionError(f"{flag}: found {one!r}, expected {expected}")
-        if kind in (int, float):
-            _check_range(flag, value, kind, limits)
+        check_value(item, kind, getattr(options, item.name))
+
+
+def check_value(item: Field[Any], kind: Any, value: Any) -> None:
+    """Check a value of an option that `declared` gave; raises as `check_values` does."""
+    limits, flag = item.metadata, flag_of(item.name)
+    if limits["required"] and value in (None, ()):
+        raise OptionError(f"{flag} is missing: give it as a flag or in the --config file")
+    if value is None:
+        return
+    for one in value if typing.get_origin(kind) is tuple else (value,):
+        if limits["choices"] and one not in limits["choices"]:
+            expected = " or ".join(limits["choices"])
+            raise OptionError(f"{flag}: found {one!r}, expected {expected}")
+    if kind in (int, float):
+        _check_range(flag, value, kind, limits)
 
 
 def _check_range(flag: str, value: float, kind: type, limits: Mapping[str, Any]) -> None:

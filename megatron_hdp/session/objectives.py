@@ -146,10 +146,16 @@ class OwnFunction(_OfTokens):
 
     def _of_function(self, given: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         arrays = {name: tensors[f"{_ARRAY}{name}"] for name in self._batch.arrays}
-        found = self._loss.function(given, arrays)
-        losses, figures = found if isinstance(found, tuple) else (found, {})
+        given_back = self._loss.function(given, arrays)
+        losses, figures = given_back if isinstance(given_back, tuple) else (given_back, {})
         self._require(losses, len(given))
         for name, one in figures.items():
+            if not isinstance(one, torch.Tensor) or one.shape not in ((len(given),), ()):
+                found = f"of shape {tuple(one.shape)}" if torch.is_tensor(one) else repr(one)
+                raise _WrongLosses(
+                    f"{name_of(self._loss.function)} returned the figure {name!r} {found}, "
+                    f"expected a tensor of shape ({len(given)},) or ()"
+                )
             total = one.detach().sum().double()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
         return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))

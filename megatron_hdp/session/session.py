@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,9 +32,10 @@ from megatron_hdp.runtime.gathering import on_every_rank
 from megatron_hdp.runtime.health import fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import Timeline
 from megatron_hdp.session.batch import CheckedBatch, TokenBatch
+from megatron_hdp.session.calls import divisor_of, kind_of, require_loss, require_result
 from megatron_hdp.session.losses import FromHidden, Loss
 from megatron_hdp.session.model_options import arguments_of_model
-from megatron_hdp.session.objectives import LogProbs, OwnFunction, WeightedNll, name_of
+from megatron_hdp.session.objectives import LogProbs, OwnFunction, WeightedNll
 from megatron_hdp.session.outcome import (
     SessionReport,
     finish_gradients,
@@ -249,10 +250,12 @@ class HdpSession:
             DisagreementError: ranks hold different batches, plans, losses or divisors.
             NonFiniteError: the loss or a gradient is NaN or infinite.
         """
-        checked, made = self._agreed(batch, plan, "step", _kind(loss), divisor, forward_only)
+        require = partial(require_loss, loss, divisor)
+        call = ("step", kind_of(loss), divisor, forward_only)
+        checked, made = self._agreed(batch, plan, require, *call)
         objective = WeightedNll(checked) if loss is None else OwnFunction(checked, loss)
         loss_tokens = int(checked.num_loss_tokens(objective.shift).sum())
-        divisor = _divisor(divisor, loss_tokens)
+        divisor = divisor_of(divisor, loss_tokens)
         parameters = loss.parameters if isinstance(loss, FromHidden) else ()
         if not forward_only:
             self._clear_gradients(parameters)
@@ -308,8 +311,9 @@ class HdpSession:
             DisagreementError: ranks hold different batches or plans.
             NonFiniteError: one of them is NaN or infinite.
         """
-        checked, made = self._agreed(batch, plan, "log_probs", temperature, str(dtype), to)
-        objective = LogProbs(checked, _above_0("temperature", temperature))
+        require = partial(require_result, temperature, dtype, to)
+        checked, made = self._agreed(batch, plan, require, "log_probs", temperature, str(dtype), to)
+        objective = LogProbs(checked, float(temperature))
         micro_batches, outcome = self._run(checked, made, 1.0, objective, True)
         job = totals_of(outcome, self.place, False)
         require_finite_loss(job["loss"], micro_batches, outcome.losses)
@@ -337,11 +341,19 @@ class HdpSession:
         return CheckedBatch(given, vocab_size=self._vocab_size, max_length=longest)
 
     def _agreed(
-        self, batch: TokenBatch | Sequence[Any], plan: Plan | None, *call: object
+        self,
+        batch: TokenBatch | Sequence[Any],
+        plan: Plan | None,
+        require: Callable[[], object],
+        *call: object,
     ) -> tuple[CheckedBatch, Plan]:
-        """The batch and its plan, once all ranks hold the same and are about to do the same."""
+        """The batch and its plan, once all ranks hold the same and are about to do the same.
+
+        `require` raises a ValueError if the call's other arguments are wrong.
+        """
 
         def prepared() -> tuple[CheckedBatch, Plan]:
+            require()
             if self._is_released:
                 raise ValueError(
                     "found a session that has released its model, expected one that has it: make "
@@ -444,25 +456,3 @@ def _require_known(arguments: TrainingArguments) -> None:
             f"found --hidden-dropout {arguments.hidden_dropout}, expected 0: a session's gradients "
             "do not depend on the plan, and what dropout draws would"
         )
-
-
-def _kind(loss: Loss | None) -> tuple[object, ...]:
-    """What ranks compare of a loss of the caller's own."""
-    if loss is None:
-        return ()
-    return type(loss).__name__, name_of(loss.function), getattr(loss, "temperature", None)
-
-
-def _divisor(given: float | None, loss_tokens: int) -> float:
-    if not loss_tokens:
-        raise ValueError(
-            "found no token with loss in the batch, expected at least one: a sequence's first "
-            "token is predicted by nothing, and loss_mask may take out the others"
-        )
-    return _above_0("divisor", float(loss_tokens) if given is None else given)
-
-
-def _above_0(name: str, given: float) -> float:
-    if not (math.isfinite(given) and given > 0):
-        raise ValueError(f"found {name} {given}, expected a finite number above 0")
-    return float(given)

@@ -68,6 +68,30 @@ MODELS = {
         "found the architecture GPT2LMHeadModel, expected one of LlamaForCausalLM",
     ),
     "no such configuration": (changed(rms_norm_eps="gone"), "found no 'rms_norm_eps', expected it"),
+    "a size in quotes": (
+        changed(hidden_size="64"),
+        "config.json: found hidden_size '64', expected a number from 1 on",
+    ),
+    "a size with a fraction": (changed(num_hidden_layers=2.0), "found num_hidden_layers 2.0"),
+    "no heads": (changed(num_attention_heads=0), "found num_attention_heads 0, expected"),
+    "an epsilon that is no number": (
+        changed(rms_norm_eps=float("nan")),
+        "found rms_norm_eps nan, expected a finite number",
+    ),
+    "a negative epsilon": (changed(rms_norm_eps=-1), "--norm-epsilon: found -1, expected at least"),
+    "a base of 0": (
+        changed(rope_parameters={"rope_theta": 0, "rope_type": "default"}),
+        "--rotary-base: found 0, expected at least 1",
+    ),
+    "a base in quotes": (
+        changed(rope_parameters={"rope_theta": "1e6", "rope_type": "default"}),
+        "found rope_theta '1e6', expected a finite number",
+    ),
+    "positions in words": (changed(rope_parameters="linear"), "found rope_parameters 'linear'"),
+    "a switch in quotes": (
+        changed(tie_word_embeddings="false"),
+        "found tie_word_embeddings 'false', expected true or false",
+    ),
     "another activation": (
         changed(hidden_act="gelu"),
         "found hidden_act gelu in a model of Qwen3, expected silu",
@@ -222,6 +246,10 @@ CHECKPOINTS = {
     "another model": (
         changed(CONFIG, num_hidden_layers=3),
         "of another model: found --num-layers 2, expected 3 as in config.json: give --like",
+    ),
+    "a size in quotes": (
+        changed("hugging_face/config.json", vocab_size="300"),
+        "hugging_face/config.json: found vocab_size '300', expected a number from 1 on",
     ),
     "another family": (
         changed(CONFIG, architectures=["LlamaForCausalLM"]),

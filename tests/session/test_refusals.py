@@ -84,6 +84,28 @@ def cases_of(batch):
         "one token": (of_ids([5]), value, "found no token with loss in the batch"),
         "mask of halves": (lambda s: s.step(halves), value, "neither 0 nor 1: pass weights"),
         "divisor 0": (of(divisor=0), value, "divisor 0, expected a finite number above 0"),
+        "divisor in quotes": (of(divisor="3"), value, "divisor '3', expected a finite number"),
+        "loss that is no loss": (of(loss=clipped), value, "found the loss function, expected"),
+        "loss at temperature 0": (
+            of(loss=FromLogProbs(clipped, 0)),
+            value,
+            "temperature 0, expect",
+        ),
+        "a number among figures": (
+            of_loss(lambda p: (p, {"clipped": 0.5})),
+            value,
+            "returned the figure 'clipped' 0.5, expected a tensor of shape (",
+        ),
+        "results for nobody": (
+            lambda s: s.log_probs(batch, to="frist"),
+            value,
+            "found to='frist', expected 'all' or 'first'",
+        ),
+        "results in halves": (
+            lambda s: s.log_probs(batch, dtype=torch.float16),
+            value,
+            "found dtype=torch.float16, expected torch.float32 or",
+        ),
         "temperature 0": (freezing, value, "temperature 0.0, expected a finite number above 0"),
         "other plan": (of(plan=plan), value, "found a plan for 3 sequences of 43 tokens"),
         "other tokens": (of(tokens=here(1, batch.tokens, other)), two, "\n  tokens: "),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from megatron_hdp.convert.families.checks import check_config, check_flags
 from megatron_hdp.convert.families.deepseek import DEEPSEEK
 from megatron_hdp.convert.families.glm import GLM
 from megatron_hdp.convert.families.gpt_oss import GPT_OSS
@@ -35,3 +38,20 @@ def family_of(config: Config, where: str) -> Family:
                 f"{' or '.join(map(str, allowed))}: nothing else is supported in this family"
             )
     return family
+
+
+def flags_of(family: Family, config: Config, where: str) -> dict[str, Any]:
+    """The flags of a configuration; messages say ``where`` it was found.
+
+    Raises:
+        ValueError: it lacks something, or holds what is no model's.
+    """
+    try:
+        check_config(config)
+        flags = family.flags(config)
+        check_flags(flags)
+    except KeyError as error:
+        raise ValueError(f"{where}: found no {error}, expected it") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return flags

@@ -1,0 +1,58 @@
+"""What a session's calls are given besides a batch: compared between ranks, and refused."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+
+from megatron_hdp.session.losses import FromHidden, FromLogProbs
+from megatron_hdp.session.objectives import name_of
+
+
+def kind_of(loss: Any) -> tuple[object, ...]:
+    """What ranks compare of a loss of the caller's own."""
+    if loss is None:
+        return ()
+    function = getattr(loss, "function", loss)
+    return type(loss).__name__, name_of(function), getattr(loss, "temperature", None)
+
+
+def require_loss(loss: object, divisor: object) -> None:
+    """Refuses a loss or a divisor that is none."""
+    if not isinstance(loss, FromLogProbs | FromHidden | None):
+        raise ValueError(
+            f"found the loss {type(loss).__name__}, expected FromLogProbs or FromHidden of a "
+            "function, or None"
+        )
+    if isinstance(loss, FromLogProbs):
+        _require_above_0("temperature", loss.temperature)
+    if divisor is not None:
+        _require_above_0("divisor", divisor)
+
+
+def require_result(temperature: object, dtype: object, to: object) -> None:
+    """Refuses what no log-probabilities can be returned by."""
+    _require_above_0("temperature", temperature)
+    if to not in ("all", "first"):
+        raise ValueError(f"found to={to!r}, expected 'all' or 'first'")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"found dtype={dtype}, expected torch.float32 or torch.float64")
+
+
+def divisor_of(given: float | None, loss_tokens: int) -> float:
+    """The divisor of a step: by default its tokens with loss, of which there must be one."""
+    if not loss_tokens:
+        raise ValueError(
+            "found no token with loss in the batch, expected at least one: a sequence's first "
+            "token is predicted by nothing, and loss_mask may take out the others"
+        )
+    return float(loss_tokens if given is None else given)
+
+
+def _require_above_0(name: str, given: Any) -> None:
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    if not (is_number and math.isfinite(given) and given > 0):
+        raise ValueError(f"found {name} {given!r}, expected a finite number above 0")
