@@ -25,6 +25,10 @@ class BadConversationError(ValueError):
     """A row that cannot be trained on; the message is a short reason."""
 
 
+class TooCostlyError(BadConversationError):
+    """A template takes too much time or memory over a row."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Messages as chat templates expect them."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NoReturn
 
-from megatron_hdp.data.chat.rows import BadConversationError, Message
+from megatron_hdp.data.chat.rows import BadConversationError, Message, TooCostlyError
 from megatron_hdp.data.extras import import_extra
 
 CHATML = r"""
@@ -55,8 +55,16 @@ class ChatTemplate:
         self.eos_token = special_tokens.get("eos_token", "")
         self._special_tokens = dict(special_tokens)
         self._jinja = import_extra("jinja2", "a chat template")
+        environment, self._metered = _environment()
         try:
-            self._template = _environment().from_string(source)
+            tree, self._weight = environment.prepared(source)
+            with self._metered(self._weight, source):
+                self._template = environment.from_string(tree)
+        except RecursionError as error:
+            raise ValueError(
+                f"{name} does not compile ({error}), expected a Jinja template that writes "
+                "`messages`"
+            ) from error
         except self._jinja.TemplateSyntaxError as error:
             raise ValueError(
                 f"{name} does not compile, line {error.lineno}: {error.message}; expected a Jinja "
@@ -80,32 +88,41 @@ class ChatTemplate:
             thinking: False: ask for an answer without thoughts.
 
         Raises:
-            BadConversationError: the template refuses the messages or fails over them.
+            BadConversationError: the template refuses the messages or fails over them;
+                TooCostlyError: it takes far more time or memory than they should.
         """
         switch = {} if thinking else {_NO_THINKING: False}
         try:
-            return str(
-                self._template.render(
-                    **self._special_tokens,
-                    **switch,
-                    messages=messages,
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=prompt,
+            with self._metered(self._weight, (messages, tools)):
+                return str(
+                    self._template.render(
+                        **self._special_tokens,
+                        **switch,
+                        messages=messages,
+                        tools=tools,
+                        documents=None,
+                        add_generation_prompt=prompt,
+                    )
                 )
-            )
+        except TooCostlyError as error:
+            raise TooCostlyError(f"the chat template is too costly for it: {error}") from None
         except (self._jinja.TemplateError, ValueError, *_PYTHON_ERRORS) as error:
             raise BadConversationError(f"the chat template refuses it: {error}") from error
 
 
 @cache
-def _environment() -> Any:
-    """Make the environment that templates of Hugging Face tokenizers are written for."""
+def _environment() -> tuple[Any, Any]:
+    """Make the environment that templates of Hugging Face tokenizers are written for.
+
+    With it comes what limits them.
+    """
     import_extra("jinja2", "a chat template")
-    from jinja2 import nodes, sandbox
+    from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
     from jinja2.parser import Parser
+
+    from megatron_hdp.data.chat.metering import MeteredEnvironment, metered
 
     class Generation(Extension):
         """``{% generation %}`` marks what some templates take for the assistant's; only a scope."""
@@ -120,13 +137,15 @@ def _environment() -> Any:
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    environment = MeteredEnvironment(
+        {"tojson": _tojson},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
     )
-    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = TODAY.strftime
-    return environment
+    return environment, metered
 
 
 def _tojson(

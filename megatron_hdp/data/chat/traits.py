@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hdp.data.chat.rows import BadConversationError, Message
+from megatron_hdp.data.chat.rows import BadConversationError, Message, TooCostlyError
 from megatron_hdp.data.chat.templates import ChatTemplate
 
 MARK = "qzx"
@@ -65,6 +65,8 @@ def beginning(
     """Return the text of messages, without what closes it; None where the template refuses."""
     try:
         text = template.render(messages, tools, prompt=prompt, thinking=thinking)
+    except TooCostlyError:
+        raise
     except BadConversationError:
         return None
     return text.removesuffix(closing)
