@@ -28,8 +28,21 @@ def new_file(path: Path, *, durable: bool) -> Iterator[str]:
 
     If the block fails, the temporary file is removed and an older file stays as it was. A kill
     leaves the temporary file behind: its name is that of the file with ``.tmp`` and a number.
+
+    The file that a symbolic link names takes the content. A device or a pipe has no content to
+    keep: its own name is yielded, and what is written goes through.
+
+    Raises:
+        OSError: a symbolic link that leads to itself.
     """
     name = os.fspath(path)
+    if is_stream(name):
+        yield name
+        return
+    if os.path.islink(name):
+        name = os.path.realpath(name)
+        if os.path.islink(name):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
     temporary = f"{name}.tmp{os.getpid()}"
     try:
         yield temporary
@@ -37,6 +50,11 @@ def new_file(path: Path, *, durable: bool) -> Iterator[str]:
     finally:
         with suppress(FileNotFoundError):
             os.remove(temporary)
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether a path names something to write to that is no file: a device, a pipe."""
+    return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 
 def put_in_place(temporary: Path, path: Path, *, durable: bool) -> None:

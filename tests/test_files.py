@@ -59,6 +59,36 @@ def test_a_failure_keeps_the_old_file(tmp_path):
     assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_the_file_behind_a_link_takes_the_content(tmp_path, durable):
+    (tmp_path / "far").mkdir()
+    for name in ("first", "second"):
+        (tmp_path / name).symlink_to(Path("far") / name)
+    (tmp_path / "far" / "first").write_bytes(b"old")  # the second leads to no file yet
+    for name in ("first", "second"):
+        write_atomically(tmp_path / name, b"new", durable=durable)
+        assert (tmp_path / name).is_symlink() and (tmp_path / "far" / name).read_bytes() == b"new"
+    assert names(tmp_path / "far") == ["first", "second"]
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        write_atomically(tmp_path / "loop", b"new", durable=durable)
+    assert (tmp_path / "loop").is_symlink()
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_what_is_no_file_is_written_through(tmp_path, durable):
+    """A pipe, which stands for devices: a test that failed would replace one of the machine's."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, tmp_path / "link"):
+        write_atomically(path, b"new", durable=durable)
+        assert os.read(reader, 10) == b"new" and pipe.is_fifo()
+    os.close(reader)
+    assert names(tmp_path) == ["link", "pipe"]
+
+
 @pytest.mark.parametrize("called", ["fsync", "replace"])
 def test_a_kill_leaves_the_old_file(tmp_path, called):
     """Between the write and the rename; what is left has a name by which it can be found."""

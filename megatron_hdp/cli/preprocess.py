@@ -114,6 +114,12 @@ def _check_prefix(prefix: str) -> None:
             f"--output-prefix {prefix!r} names no file, expected a path that .bin and .idx can be "
             f"added to, like {example}"
         )
+    for path in (f"{prefix}.bin", f"{prefix}.idx"):
+        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
+            raise ValueError(
+                f"--output-prefix {prefix}: found that {path} is no file but a link, folder or "
+                "device, expected nothing or a file to replace: give another prefix"
+            )
 
 
 def _require_other_output(files: list[str], prefix: str) -> None:

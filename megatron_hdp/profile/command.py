@@ -100,6 +100,8 @@ def is_first_rank() -> bool:
 
 
 def _check_files(own: argparse.Namespace) -> None:
+    from megatron_hdp.files import is_stream
+
     paths = {"--output": own.output, "--picture": own.picture}
     for flag, path in paths.items():
         if path is None:
@@ -111,6 +113,11 @@ def _check_files(own: argparse.Namespace) -> None:
             )
         if path.is_dir():
             raise ValueError(f"{flag} {path}: found a folder, expected a file's name: add one")
+        if is_stream(path):
+            raise ValueError(
+                f"{flag} {path}: found a device or a pipe, expected a file, beside which the "
+                "report is written: give another path"
+            )
     if own.picture is None:
         return
     names = {"--output": own.output, "the report of --output": report_path(own.output)}

@@ -181,8 +181,9 @@ def _steps_before(first_step: int, path: Path) -> bytes:
     if not path.exists():
         _require_place(path)
         return b""
-    if path.is_dir():
-        raise ValueError(f"--metrics-path {path}: found a folder, expected the name of a file")
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "a device or a pipe"
+        raise ValueError(f"--metrics-path {path}: found {what}, expected the name of a file")
     lines = [line for line in path.read_bytes().split(b"\n") if line.strip(b" \t\r\0")]
     kept = []
     for number, line in enumerate(lines, 1):

@@ -314,6 +314,7 @@ def test_results_do_not_overwrite_each_other_or_what_is_read(lengths, tmp_path, 
         (("--output", one, "--trace", other), "is the file of --output as well: give another"),
         (("--plot", f"{one}.html", "--trace", f"{one}.html"), "is the file of --plot as well"),
         (("--output", lengths), "is the file of --lengths as well"),
+        (("--output", tmp_path / "sub"), "found a folder, expected a file's name"),
     ):
         assert on_ranks(lengths, *flags) == 2
         assert message in capsys.readouterr().err

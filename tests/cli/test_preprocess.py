@@ -160,6 +160,14 @@ def test_a_prefix_without_a_name_is_refused(folder, tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_link_is_not_replaced(folder, tmp_path, capsys, suffix):
+    (tmp_path / f"out{suffix}").symlink_to("elsewhere")
+    assert run("--input", folder, "--output-prefix", tmp_path / "out") == 2
+    fails(capsys, f"out{suffix} is no file but a link")
+    assert (tmp_path / f"out{suffix}").is_symlink()
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_the_input_is_not_overwritten(tmp_path, capsys, suffix):
     path = tmp_path / f"data{suffix}"
     path.write_bytes(b"text")

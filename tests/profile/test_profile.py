@@ -108,6 +108,7 @@ def test_times_too_noisy_to_use_write_nothing(run_ranks):
     [
         (CONFIG, "--output gone/c.json", "--output gone/c.json: found no folder gone, expected"),
         (CONFIG, "--output .", "found a folder, expected a file's name"),
+        (CONFIG, "--output pipe", "found a device or a pipe, expected a file"),
         (CONFIG, "--output c.json --picture c.txt", "found the suffix '.txt', expected .png, .svg"),
         (CONFIG, "--output c.png --picture ./c.png", "c.png is the file of --output as well"),
         ("small.yaml", "--output c.json", "--hybrid-data-parallel needs --hdp-tokens-per-rank"),
@@ -121,6 +122,7 @@ def test_a_mistake_is_one_line(config, words, told, tmp_path, monkeypatch, capsy
     lines = Path(CONFIG).read_text().splitlines()
     kept = [line for line in lines if "hdp-tokens-per-rank" not in line]
     Path("small.yaml").write_text("\n".join(kept))
+    os.mkfifo("pipe")
     Path("wrong.yaml").write_text("num-layer: 2\n")
     try:
         code = main(["profile", "--config", config, *words.split()])

@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import math
+import os
 import time
 from contextlib import closing
 from dataclasses import MISSING, fields, replace
@@ -81,15 +82,17 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path, text) -> None:
 
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path) -> None:
     (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
     for path, reason in (
         (tmp_path, "found a folder"),
+        (tmp_path / "pipe", "found a device or a pipe"),
         (tmp_path / "file" / "metrics.jsonl", "not a folder"),
         (tmp_path / "file" / "deep" / "metrics.jsonl", "not a folder"),
     ):
         with pytest.raises(ValueError, match=reason) as caught:
             MetricsLogger(path)
         assert f"--metrics-path {path}" in str(caught.value)
-    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "pipe"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")

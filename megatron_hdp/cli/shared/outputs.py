@@ -31,7 +31,10 @@ def check_outputs(
             raise ValueError(f"{flag} {path}: expected a name that ends in {', '.join(expected)}")
         if other := seen.get(os.path.realpath(path)):
             raise ValueError(f"{flag} {path} is the file of {other} as well: give another name")
-        folder = os.path.dirname(path) or "."
+        if os.path.isdir(path):
+            raise ValueError(f"{flag} {path}: found a folder, expected a file's name: add one")
+        target = os.path.realpath(path) if os.path.islink(path) else path
+        folder = os.path.dirname(target) or "."
         if not os.path.isdir(folder):
             raise ValueError(f"{flag} {path}: found no folder {folder}: make it, or give another")
         seen[os.path.realpath(path)] = flag
