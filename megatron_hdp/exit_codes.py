@@ -19,3 +19,6 @@ class ExitCode(IntEnum):
     """Another rank died, failed or stands still; the message says which one."""
     INTERRUPTED = 130
     """Ctrl-C, SIGTERM or SIGHUP ended a `megatron-hdp` command; a second Ctrl-C a rank."""
+    UNREAD = 141
+    """Who reads the output of a `megatron-hdp` command, such as `head`, has enough: it ends
+    without a message, as if by SIGPIPE."""

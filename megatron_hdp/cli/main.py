@@ -5,6 +5,7 @@ when they run, so that help is immediate and planning never loads torch.
 """
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -21,10 +22,24 @@ _SUBCOMMANDS = (preprocess, data, plan, simulate, profile, check, convert, docto
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, where a reader who has gone away can be met
+    except BrokenPipeError:
+        # what is left in the buffer would fail again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.UNREAD
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         with _ends_by_signals():
             return int(arguments.run(arguments))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError) as error:
         reason = " ".join(str(error).split())
         print(f"megatron-hdp {arguments.subcommand}: error: {reason}", file=sys.stderr)

@@ -116,7 +116,9 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_files(arguments, options.hdp_cost_model)
     subject = simulated_run.subject_of(arguments, options)
     setting = simulated_run.setting_of(arguments, options, slow)
-    batches = simulated_run.batches_of(arguments, options)
+    batches, notes = simulated_run.batches_of(arguments, options)
+    for note in notes:
+        print(note)
     print(simulated_run.headline(setting, batches))
     total = len(dict.fromkeys(["static", *strategies])) * len(batches)
     with steps_bar("steps run", total) as bar:
@@ -162,6 +164,8 @@ def _strategies(text: str) -> list[str]:
 
 def _slow(text: str | None) -> dict[int, float]:
     """Speeds by rank; which ranks there are is known later."""
+    from megatron_hdp.planner.online import SLOWEST, is_speed
+
     found: dict[int, float] = {}
     for pair in text.split(",") if text else []:
         rank, colon, speed = pair.partition(":")
@@ -169,10 +173,10 @@ def _slow(text: str | None) -> dict[int, float]:
             number, factor = int(rank), float(speed)
         except ValueError:
             number, factor = -1, 0.0
-        if not colon or number < 0 or not 0 < factor < float("inf"):
+        if not colon or number < 0 or not is_speed(factor):
             raise ValueError(
                 f"--slow {text}: found {pair!r}, expected RANK:SPEED, such as 7:0.5 for an HDP "
-                "rank of half the speed"
+                f"rank of half the speed, {SLOWEST:g} at least"
             )
         if number in found:
             raise ValueError(f"--slow {text}: names rank {number} twice; leave one of them out")

@@ -78,8 +78,10 @@ def setting_of(
     )
 
 
-def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> list[Int64Array]:
-    """Lengths of each step's global batch, drawn by the seed.
+def batches_of(
+    arguments: argparse.Namespace, options: "TrainingArguments"
+) -> tuple[list[Int64Array], list[str]]:
+    """Lengths of each step's global batch, drawn by the seed; and what was done to get them.
 
     Raises:
         ValueError: data that cannot be used, or ends before the steps.
@@ -91,11 +93,11 @@ def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> l
                 f"found --data {arguments.data} and --hdp-data {arguments.hdp_data}, expected one "
                 "of them: leave the other out"
             )
-        return _of_mixture(arguments.hdp_data, options, steps, seed)
+        return _of_mixture(arguments.hdp_data, options, steps, seed), []
     source = arguments.data or f"{PRESET}github"
     if (name := preset_of("--data", source)) is None:
         return _of_file(source, options, steps, seed)
-    return [preset_batch(options, name, seed + step) for step in range(steps)]
+    return [preset_batch(options, name, seed + step) for step in range(steps)], []
 
 
 def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
@@ -126,9 +128,11 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
     return batches
 
 
-def _of_file(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
+def _of_file(
+    path: str, options: "TrainingArguments", steps: int, seed: int
+) -> tuple[list[Int64Array], list[str]]:
     """Batches of whole sequences in an order drawn by the seed, again from the front at the end."""
-    lengths = _fitting(path, read_lengths(path), options)
+    lengths, notes = _fitting(path, read_lengths(path), options)
     most_tokens, most = options.hdp_global_batch_tokens, options.global_batch_size or 1
 
     def batches() -> Iterator[Int64Array]:
@@ -146,15 +150,24 @@ def _of_file(path: str, options: "TrainingArguments", steps: int, seed: int) -> 
                 taken.append(length)
                 tokens += length
 
-    return list(itertools.islice(batches(), steps))
+    return list(itertools.islice(batches(), steps)), notes
 
 
-def _fitting(path: str, lengths: Int64Array, options: "TrainingArguments") -> Int64Array:
-    """What ``--hdp-long-sequence`` makes of sequences beyond the context."""
+def _fitting(
+    path: str, lengths: Int64Array, options: "TrainingArguments"
+) -> tuple[Int64Array, list[str]]:
+    """What ``--hdp-long-sequence`` makes of sequences beyond the context, and a line that says it.
+
+    Raises:
+        ValueError: there are such sequences, and they are refused.
+    """
     context, policy = options.seq_length, options.hdp_long_sequence
-    longest = int(lengths.max())
-    if longest <= context or policy == "truncate":
-        return np.minimum(lengths, context)
+    longest, num_longer = int(lengths.max()), int((lengths > context).sum())
+    if not num_longer:
+        return lengths, []
+    what = f"{num_longer:,} of {len(lengths):,} sequences are longer than --seq-length {context:,}"
+    if policy == "truncate":
+        return np.minimum(lengths, context), [f"{what}: each is cut to it"]
     if policy == "error":
         raise ValueError(
             f"{path} has a sequence of {longest:,} tokens, expected at most --seq-length "
@@ -163,7 +176,8 @@ def _fitting(path: str, lengths: Int64Array, options: "TrainingArguments") -> In
     pieces = -(-lengths // context)
     cut = np.full(int(pieces.sum()), context, dtype=np.int64)
     cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * context
-    return cut
+    num_pieces = len(cut) - len(lengths) + num_longer
+    return cut, [f"{what}: they are split into {num_pieces:,} sequences"]
 
 
 def headline(setting: Setting, batches: Sequence[Int64Array]) -> str:

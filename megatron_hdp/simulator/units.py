@@ -4,9 +4,14 @@ from collections.abc import Collection, Sequence
 
 from megatron_hdp.planner.pipeline import Pipeline
 
+_LARGE = 1e9
+"""From here on three digits and a power of ten say as much as all digits."""
+
 
 def seconds(value: float) -> str:
     """Return a duration in the unit that keeps it readable."""
+    if value >= _LARGE:
+        return f"{value:.3g} s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= scale:
             return f"{value / scale:.3f} {unit}"

@@ -1,5 +1,6 @@
 """The command itself: help is light, exit codes are kept, every subcommand is there."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from megatron_hdp import __version__
 from megatron_hdp.cli.main import main
+from megatron_hdp.exit_codes import ExitCode
 from tests.megatron.checkpoint.small import save_small
 from tests.support.sources import data_file, write_sources
 
@@ -92,6 +94,20 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, error, code):
     monkeypatch.setattr("megatron_hdp.cli.plan._run", fail)
     assert main(["plan", "--lengths", "x", "--ranks", "1", "--tokens-per-rank", "1"]) == code
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_reader_who_has_enough_ends_it_quietly(tmp_path):
+    """Both where the parser prints and where the command does."""
+    (tmp_path / "lengths").write_text("10\n20\n")
+    plan = f"plan --lengths {tmp_path}/lengths --ranks 2 --tokens-per-rank 16"
+    for command in ("--help", plan):
+        reader, writer = os.pipe()
+        os.close(reader)
+        argv = [sys.executable, "-m", "megatron_hdp.cli.main", *command.split()]
+        with os.fdopen(writer) as closed:
+            done = subprocess.run(argv, stdout=closed, stderr=subprocess.PIPE, check=False)
+        assert done.stderr == b""
+    assert done.returncode == ExitCode.UNREAD
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):

@@ -216,11 +216,25 @@ def test_a_mixture_is_drawn_as_a_run_draws_it(config: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("policy", "told"), [("split", "they are split into 6 sequences"), ("truncate", "each is cut")]
+)
+def test_what_becomes_of_sequences_beyond_the_context_is_said(
+    config: Path, capsys: pytest.CaptureFixture[str], policy: str, told: str
+) -> None:
+    (config.parent / "long.txt").write_text("70000\n5\n200000\n")
+    data = ("--data", str(config.parent / "long.txt"), "--steps", "1")
+    report(config, *data, "--strategies", "static", "--", "--hdp-long-sequence", policy)
+    said = f"2 of 3 sequences are longer than --seq-length 65,536: {told}"
+    assert capsys.readouterr().out.startswith(said)
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--strategies", "auto,fast"), "found 'fast', expected names of auto"),
         (("--slow", "3"), "found '3', expected RANK:SPEED"),
         (("--slow", "3:0"), "found '3:0', expected RANK:SPEED"),
+        (("--slow", "1:1e-300"), "found '1:1e-300', expected RANK:SPEED"),
         (("--slow", "3:0.5,3:1"), "names rank 3 twice"),
         (("--slow", "16:0.5"), "--slow 16: expected an HDP rank, 0 to 15"),
         (("--noise", "-1"), "noise is -1.0; expected a sigma from 0 to 10"),

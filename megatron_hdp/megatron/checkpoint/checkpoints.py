@@ -173,7 +173,8 @@ class Checkpoints:
             progress = self._state.resume(source)
             if self._folder is not None and self._folder.holds(source):
                 self._latest = progress.iteration
-        self._say(f"loaded {'the weights of ' if weights_only else ''}{source}: {progress}")
+        what = f"the weights of {source}" if weights_only else f"{source}: {progress}"
+        self._say(f"loaded {what}")
         return progress
 
     def _request(self, progress: Progress, written: Path) -> Any:

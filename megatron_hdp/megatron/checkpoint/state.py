@@ -45,6 +45,12 @@ class Progress:
     consumed_tokens: int = 0
     """Tokens trained on; corrupt documents are drawn and not counted here."""
 
+    def __str__(self) -> str:
+        return (
+            f"iteration {self.iteration:,}, {self.position.sequences:,} sequences, "
+            f"{self.consumed_tokens:,} tokens"
+        )
+
 
 class TrainingState:
     """What a checkpoint restores; once resumed, the data's order is in the checkpoint's version."""

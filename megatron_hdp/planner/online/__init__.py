@@ -11,6 +11,16 @@ from megatron_hdp.planner.online.filter import (
     observe,
 )
 from megatron_hdp.planner.online.seen_costs import SeenCosts
-from megatron_hdp.planner.online.speeds_file import speeds_in
+from megatron_hdp.planner.online.speeds_file import SLOWEST, is_speed, speeds_in
 
-__all__ = ["COLUMNS", "Corrections", "FilterState", "Finding", "SeenCosts", "observe", "speeds_in"]
+__all__ = [
+    "COLUMNS",
+    "SLOWEST",
+    "Corrections",
+    "FilterState",
+    "Finding",
+    "SeenCosts",
+    "is_speed",
+    "observe",
+    "speeds_in",
+]

@@ -3,6 +3,14 @@
 import math
 from collections.abc import Iterable
 
+SLOWEST, FASTEST = 1e-6, 1e6
+"""A rank that is further from the cost model than this is none that trains."""
+
+
+def is_speed(speed: float) -> bool:
+    """Return whether a rank may be so fast, 1 being a rank as the cost model describes it."""
+    return SLOWEST <= speed <= FASTEST
+
 
 def speeds_in(
     lines: Iterable[tuple[int, str]], path: object, num_ranks: int, ranks: str
@@ -31,9 +39,9 @@ def _speed(text: str, where: str) -> float:
         speed = float(text)
     except ValueError:
         speed = math.nan
-    if not (math.isfinite(speed) and speed > 0):
+    if not is_speed(speed):
         raise ValueError(
-            f"{where}: found {text[:60]!r}, expected the speed of one rank, a number above 0 "
-            "(1 for a rank of full speed)"
+            f"{where}: found {text[:60]!r}, expected the speed of one rank, a number from "
+            f"{SLOWEST:g} to {FASTEST:g} (1 for a rank of full speed)"
         )
     return speed

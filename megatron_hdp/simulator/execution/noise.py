@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array, Int32Array, Int64Array, UInt64Array
+from megatron_hdp.planner.online import is_speed
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Disturbance:
         if not 0 <= self.noise <= 10:
             raise ValueError(f"noise is {self.noise!r}; expected a sigma from 0 to 10")
         for rank, speed in self.slow.items():
-            if not 0 < speed < float("inf"):
-                raise ValueError(f"speed of rank {rank} is {speed!r}; expected a number above 0")
+            if not is_speed(speed):
+                raise ValueError(f"speed of rank {rank} is {speed!r}; expected 1e-6 to 1e6")
 
     def speeds(self, known: Float64Array) -> Float64Array:
         """Speeds of all ranks, from those that the planner knows.

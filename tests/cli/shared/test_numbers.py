@@ -23,6 +23,7 @@ def test_speeds(tmp_path):
             for word in ("fast", "0", "-1", "nan", "inf")
         ),
         ("1\n1,5\n", r"speeds\.txt, line 2: found '1,5', expected the sp"),
+        ("1\n1e-300\n", r"line 2: found '1e-300', expected the speed of one rank, .* 1e-06"),
         ("1\n1\n1\n", r"speeds\.txt has 3 speeds, expected one .* --ranks 2"),
     ],
 )

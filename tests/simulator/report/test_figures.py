@@ -15,7 +15,7 @@ from megatron_hdp.simulator.report.figures import (
     parts_of,
     warnings,
 )
-from megatron_hdp.simulator.units import num_bytes
+from megatron_hdp.simulator.units import num_bytes, seconds
 from tests.simulator.execution.test_run import batches
 from tests.simulator.report.runs import SUBJECT, run_of, run_without_a_mesh, setting_of
 
@@ -106,3 +106,10 @@ def test_without_noise_compute_is_what_the_cost_model_says() -> None:
     model = setting.cost_model
     needed = (model.a * (lengths.astype(float) ** 2).sum() + model.b * lengths.sum()) / 16
     assert compute == pytest.approx(needed, rel=0.02)
+
+
+def test_a_duration_is_short() -> None:
+    assert [seconds(s) for s in (0.0, 2.5e-4, 0.25, 8269.927)] == [
+        *("0.000 us", "250.000 us", "250.000 ms", "8269.927 s")
+    ]
+    assert seconds(1.5e302) == "1.5e+302 s"
