@@ -195,7 +195,7 @@ def _run(arguments: argparse.Namespace) -> int:
         offload=arguments.offload,
         effort=arguments.effort,
     )
-    for note in batch.notes:
+    for note in filter(None, (*batch.notes, cost_model.warning)):
         print(note)
     batch_line = plan_text.batch_line(request)  # its median is found while there is no plan yet
     chosen = plan_outcomes.evaluated(plan_outcomes.plan_with(arguments.strategy, request), request)

@@ -117,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
     subject = simulated_run.subject_of(arguments, options)
     setting = simulated_run.setting_of(arguments, options, slow)
     batches, notes = simulated_run.batches_of(arguments, options)
-    for note in notes:
+    for note in filter(None, (*notes, setting.cost_model.warning)):
         print(note)
     print(simulated_run.headline(setting, batches))
     total = len(dict.fromkeys(["static", *strategies])) * len(batches)

@@ -144,8 +144,12 @@ class CostModel:
     """The share of ``a`` that belongs to these layers."""
     halo_bytes: float = 0.0
     """Bytes that a member of a ring sends in them, forward and backward, whatever it holds."""
+    doubt: str = ""
+    """Why ``profile`` wrote this only by ``--force``, which every reader tells; else empty."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.doubt, str):
+            raise ValueError(f"cost model: doubt is {self.doubt!r}; expected a text")
         for name in _MAY_BE_ZERO:
             value = _number(name, getattr(self, name), zero_allowed=True)
             object.__setattr__(self, name, value)
@@ -208,6 +212,17 @@ class CostModel:
     def linear_s_per_token(self) -> float:
         """Seconds per token of all but attention: b and b_experts."""
         return self.b + self.b_experts
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no token costs anything: nothing can be planned by that."""
+        of_tokens = self.a + self.attention_b + self.linear_s_per_token
+        return of_tokens == 0 and not any(seconds for _, seconds in self.attention_points)
+
+    @property
+    def warning(self) -> str:
+        """What a reader tells of a doubtful cost model; else empty."""
+        return self.doubt and f"note: the cost model was written by profile --force: {self.doubt}"
 
     @property
     def counts_layers(self) -> bool:
@@ -321,9 +336,15 @@ class CostModel:
             if field.name not in data and field.default is dataclasses.MISSING:
                 raise ValueError(f"cost model {path}: key {field.name!r} is missing; add it")
         try:
-            return cls(**data)
+            found = cls(**data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+        if found.is_free:
+            raise ValueError(
+                f"cost model {path}: found a, attention_b, b and b_experts of 0, expected tokens "
+                "that cost something: measure it again, or correct them"
+            )
+        return found
 
     def to_json(self) -> bytes:
         """The JSON object that ``from_json`` reads."""

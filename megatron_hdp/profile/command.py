@@ -41,6 +41,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "times too noisy to use are measured again, twice at most (default: 120)",
     )
     add(
+        "--force",
+        action="store_true",
+        help="write the cost model though its times are too noisy to use; whoever reads the file "
+        "says so",
+    )
+    add(
         "--picture",
         type=Path,
         metavar="FILE",
@@ -89,7 +95,7 @@ def profile_of(own: argparse.Namespace, arguments: "TrainingArguments") -> None:
         ValueError: the ranks do not go with the configuration, or nothing could be fitted.
     """
     _take_place_alone()
-    profile = _measured(arguments, own.budget_seconds)
+    profile = _measured(arguments, own.budget_seconds, own.force)
     if profile is not None:
         write(profile, own)
 
@@ -158,7 +164,7 @@ def _take_place_alone() -> None:
     os.environ.update(zip(_PLACE, ("0", "1", "0", "1", "127.0.0.1", str(port)), strict=True))
 
 
-def _measured(arguments: "TrainingArguments", budget_s: float) -> "Profile | None":
+def _measured(arguments: "TrainingArguments", budget_s: float, force: bool) -> "Profile | None":
     """The profile, on the first rank of the job; None on the others."""
     from megatron_hdp.megatron import parallel
     from megatron_hdp.profile.job import run_profile
@@ -166,7 +172,7 @@ def _measured(arguments: "TrainingArguments", budget_s: float) -> "Profile | Non
     parallel.join_job(arguments)
     is_first = parallel.is_first_rank()
     with ProgressBar(is_first) as progress:
-        profile = run_profile(arguments, budget_s, progress)
+        profile = run_profile(arguments, budget_s, progress, force=force)
     parallel.leave_job()
     return profile if is_first else None
 

@@ -30,6 +30,9 @@ _WEIGHTS = {COMPUTE: 1.0, ATTENTION: 0.5, EXPERTS: 0.5, RING: 1.0, TRANSFER: 0.1
 themselves decide only what rings hide."""
 _ON_ONE_RANK = (COMPUTE, ATTENTION, EXPERTS)
 _MUST_COST = ("b", "b_experts")  # what no token is without
+KINDS = ((COMPUTE, "micro-batches of one rank"), (RING, "micro-batches of rings"))
+MOST_ERROR = 0.25
+"""By which a usable fit misses, in the median, the cases of a kind that are held out."""
 _SURE = 3.0  # times that the ends of an interval may differ without a warning
 _MOST_ROUNDS = 20
 _RESAMPLES = 200
@@ -135,17 +138,37 @@ def _intervals(found: Fit) -> Iterator[tuple[str, float, float]]:
             yield name, *nine_of_ten([one.values[name] for one in found.resampled])
 
 
-def noise_in(found: Fit) -> str | None:
-    """Why the times are too noisy to use: a token may cost nothing by them; else None."""
+def noise_in(found: Fit, measured: Sequence[Measured]) -> str | None:
+    """Why the times are too noisy to use; else None.
+
+    By them a token may cost nothing, or they say little of the cases that are held out.
+    """
     for name, low, high in _intervals(found):
         if min(low, found.values[name]) <= 0:
             return (
-                f"the measured times are too noisy for a cost model: found {name} = "
-                f"{found.values[name]:.3g} s per token ({low:.3g} to {high:.3g} in nine of ten "
-                "fits), expected more than 0: profile again while nothing else uses the machine, "
-                "or raise --budget-seconds or --hdp-tokens-per-rank"
+                f"{_TOO_NOISY}: found {name} = {found.values[name]:.3g} s per token ({low:.3g} to "
+                f"{high:.3g} in nine of ten fits), expected more than 0"
+            )
+    for kind, words in KINDS:
+        error = median_error(found, measured, kind, is_held_out=True)
+        if error is not None and not error <= MOST_ERROR:
+            return (
+                f"{_TOO_NOISY}: found that it misses {words} that are held out by {error:.1%} in "
+                f"the median, expected at most {MOST_ERROR:.0%}"
             )
     return None
+
+
+_TOO_NOISY = "the measured times are too noisy for a cost model"
+
+
+def median_error(
+    found: Fit, measured: Iterable[Measured], kind: str, *, is_held_out: bool
+) -> float | None:
+    """The median relative error of a kind of case, positive; None if there are no such cases."""
+    cases = [one for one in measured if one.case.kind == kind]
+    cases = [one for one in cases if one.case.is_held_out == is_held_out]
+    return float(np.median(abs(errors_of(found, cases)))) if cases else None
 
 
 def warnings_of(found: Fit) -> list[str]:

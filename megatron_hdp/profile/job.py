@@ -49,13 +49,16 @@ class Profile(Fitted):
         return [one for one in kinds if one.case.is_held_out == is_held_out]
 
 
-def run_profile(arguments: TrainingArguments, budget_s: float, progress: Progress) -> Profile:
+def run_profile(
+    arguments: TrainingArguments, budget_s: float, progress: Progress, *, force: bool = False
+) -> Profile:
     """Profiles in a job that was joined (`parallel.join_job`); every rank must call this.
 
     Args:
         arguments: of the run; hybrid data parallelism is on.
         budget_s: seconds for the measurements, without building the model.
         progress: see `passes.Progress`.
+        force: use times that are too noisy, and say so in the cost model.
 
     Raises:
         ValueError: the configuration does not go with the ranks, or there are too few
@@ -83,7 +86,7 @@ def run_profile(arguments: TrainingArguments, budget_s: float, progress: Progres
         heartbeat.begin_step(_COPIES)
         host_bytes_per_s = bench.host_bytes_per_s()
         heartbeat.begin_step(_CASES)
-        profile = _profiled(arguments, bench, executor, host_bytes_per_s, budget_s, progress)
+        profile = _profiled(arguments, bench, executor, host_bytes_per_s, budget_s, progress, force)
     parallel.finish()
     return profile
 
@@ -95,6 +98,7 @@ def _profiled(
     host_bytes_per_s: float,
     budget_s: float,
     progress: Progress,
+    force: bool,
 ) -> Profile:
     # bytes and layers are counted; seconds are replaced by what is measured
     plain = replace(
@@ -107,12 +111,18 @@ def _profiled(
     found = fitted(
         *(bench, cases_of(room), Shape(layers, counted), budget_s, progress),
         on_any_rank=bench.on_any_rank,
+        force=force,
     )
     cost_model, notes = _cost_model(
-        replace(counted, host_bytes_per_s=host_bytes_per_s), found.fit, room, arguments
+        *(replace(counted, host_bytes_per_s=host_bytes_per_s, doubt=found.doubt), found.fit),
+        *(room, arguments),
     )
     if found.measurements > 1:
         notes += (f"the times were noisy: measured {found.measurements} times",)
+    if cost_model.is_free:
+        raise ValueError(f"{found.doubt}: tokens cost nothing, which nobody can plan by")
+    if found.doubt:
+        notes += (f"written by --force, which every reader of the file says: {found.doubt}",)
     return Profile(
         **vars(found),
         cost_model=cost_model,

@@ -40,6 +40,8 @@ class Fitted:
     """Cases that the budget had no room for."""
     measurements: int
     """How often the budget was spent."""
+    doubt: str
+    """Why the times are too noisy to use, where they are used by force; else empty."""
 
 
 def fitted(
@@ -49,6 +51,7 @@ def fitted(
     budget_s: float,
     progress: Progress = lambda what, done: None,
     on_any_rank: Callable[[bool], bool] = lambda found: found,
+    force: bool = False,
 ) -> Fitted:
     """Measures and fits; measures again, a few times, while the times are too noisy to use.
 
@@ -61,6 +64,7 @@ def fitted(
         budget_s: seconds of one measurement.
         progress: see `Progress`.
         on_any_rank: whether something holds on any rank of the job, so that all do the same.
+        force: return a fit that is too noisy to use, with its doubt.
 
     Raises:
         ValueError: the times are too noisy to use, or there are too few cases.
@@ -71,11 +75,19 @@ def fitted(
             seconds[one.case] = seconds.get(one.case, ()) + one.seconds
         measured = tuple(Measured(case, seconds[case]) for case in cases if case in seconds)
         found = fit(measured, shape)
-        noise = noise_in(found)
-        if not on_any_rank(noise is not None):
+        noise = noise_in(found, measured)
+        is_noisy = on_any_rank(noise is not None)
+        if not is_noisy or (force and number == MOST_MEASUREMENTS):
             left_out = tuple(case for case in cases if case not in seconds)
-            return Fitted(found, measured, left_out, number)
-    raise ValueError(f"{noise or 'another rank cannot use the times'} (measured {number} times)")
+            return Fitted(found, measured, left_out, number, _doubt(noise) if is_noisy else "")
+    raise ValueError(
+        f"{_doubt(noise)} (measured {number} times): profile again while nothing else uses the "
+        "machine, raise --budget-seconds or --hdp-tokens-per-rank, or add --force to write it"
+    )
+
+
+def _doubt(noise: str | None) -> str:
+    return noise or "another rank cannot use the times"
 
 
 def measure(

@@ -10,10 +10,17 @@ import numpy as np
 import orjson
 
 from megatron_hdp.profile.cases import COMPUTE, RING
-from megatron_hdp.profile.fitting import Measured, coefficients_of, errors_of, nine_of_ten, wires_of
+from megatron_hdp.profile.fitting import (
+    KINDS,
+    Measured,
+    coefficients_of,
+    errors_of,
+    median_error,
+    nine_of_ten,
+    wires_of,
+)
 from megatron_hdp.profile.job import Profile
 
-_KINDS = ((COMPUTE, "micro-batches of one rank"), (RING, "micro-batches of rings"))
 _COUNTED = (
     *("kv_bytes_per_token", "activation_bytes_per_token", "num_layers"),
     *("window_tokens", "window_share", "halo_bytes"),
@@ -31,7 +38,7 @@ def as_text(profile: Profile) -> str:
     ]
     intervals = intervals_of(profile)
     for name, value in asdict(profile.cost_model).items():
-        if name in ("rank_speeds", "attention_points"):
+        if name in ("rank_speeds", "attention_points", "doubt"):
             continue
         if name in intervals:
             how = "{:.3g} to {:.3g}".format(*intervals[name])
@@ -39,7 +46,7 @@ def as_text(profile: Profile) -> str:
             how = _source(name, profile)
         lines.append(f"  {name:<28} {value:>10.4g}  {how}")
     lines += ["", "  median error of the cost model          fitted  held out"]
-    for kind, words in _KINDS:
+    for kind, words in KINDS:
         errors = [_median_error(profile, kind, held_out) for held_out in (False, True)]
         if errors[0] is not None:
             shown = ["-" if one is None else f"{one:.1%}" for one in errors]
@@ -75,7 +82,7 @@ def as_json(profile: Profile) -> bytes:
                 "fitted": _median_error(profile, kind, False),
                 "held_out": _median_error(profile, kind, True),
             }
-            for kind, _ in _KINDS
+            for kind, _ in KINDS
         },
         "notes": notes_of(profile),
         "cases": cases,
@@ -115,8 +122,7 @@ def lengths_of(measured: Sequence[Measured]) -> tuple[int, int]:
 
 
 def _median_error(profile: Profile, kind: str, is_held_out: bool) -> float | None:
-    cases = profile.of(kind, is_held_out)
-    return float(np.median(abs(errors_of(profile.fit, cases)))) if cases else None
+    return median_error(profile.fit, profile.measured, kind, is_held_out=is_held_out)
 
 
 def _range(profile: Profile) -> str:

@@ -76,7 +76,7 @@ def test_wrong_flags_exit_with_2(arguments, capsys):
 
 
 def test_doctor_hands_over_its_exit_code(monkeypatch):
-    def run_doctor(as_json):
+    def run_doctor(as_json, clean_up):
         return 7 if as_json else 3
 
     monkeypatch.setattr("megatron_hdp.megatron.doctor.run_doctor", run_doctor)

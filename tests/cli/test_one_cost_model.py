@@ -15,10 +15,12 @@ import pytest
 
 from megatron_hdp.cli import simulated_run
 from megatron_hdp.cli.checking import checks, job_of
+from megatron_hdp.cli.main import main
 from megatron_hdp.cli.shared.models import find_model
 from megatron_hdp.megatron.options import parse_arguments, vocab_size_of
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.megatron.step import setup
+from megatron_hdp.planner import LLAMA_7B
 from megatron_hdp.planner.memory import kept_after_forward
 from megatron_hdp.planner.shape import MODELS
 from megatron_hdp.runtime.attention import AttentionByLatent
@@ -80,7 +82,7 @@ def in_training(arguments, job, monkeypatch):
 
 def differences(costs):
     """Figures of the three commands that are not equal."""
-    fields = [asdict(one) for one in costs.values()]
+    fields = [asdict(one) | {"doubt": 0} for one in costs.values()]
     return [
         name
         for name in fields[0]
@@ -124,6 +126,31 @@ def test_every_command_plans_with_the_same_costs(path, recomputed, monkeypatch):
         assert check.a * tensor_ranks == pytest.approx(named.a)
         assert check.b_experts * tensor_ranks == pytest.approx(named.b_experts)
         assert check.kv_bytes_per_token == named.kv_bytes_per_token
+
+
+def test_a_doubtful_cost_model_is_named_by_whoever_reads_it(tmp_path, monkeypatch, capsys):
+    """What `profile --force` writes: by ``plan``, ``check``, ``simulate``, their page, training."""
+    path, config = tmp_path / "costs.json", CONFIGS / "tiny-cpu.yaml"
+    path.write_bytes(replace(LLAMA_7B, doubt="six processes were busy", num_layers=1).to_json())
+    more = tmp_path / "more.yaml"
+    more.write_text(f"hdp-cost-model: {path}\n")
+    (tmp_path / "lengths").write_text("100\n")
+    page = tmp_path / "page.html"
+    for command in (
+        f"plan --lengths {tmp_path}/lengths --ranks 2 --tokens-per-rank 100 --cost-model {path}",
+        f"check {config} {more} --gpus 4",
+        f"simulate --config {config} --config {more} --gpus 4 --steps 1 --strategies static "
+        f"--report {page}",
+    ):
+        assert main(command.split()) == 0
+        assert "written by profile --force: six processes" in capsys.readouterr().out, command
+    assert "written by profile --force: six processes" in page.read_text()
+    argv = ["--config", str(config), "--config", str(more), "--hybrid-data-parallel"]
+    arguments = parse_arguments([*argv, "--data-path", "x"])
+    said = []
+    monkeypatch.setattr(setup, "say", said.append)
+    in_training(arguments, job_of(arguments, 4), monkeypatch)
+    assert ["six processes" in line for line in said] == [True]
 
 
 RECOMPUTED_A = {"as it is": 1, "selective": 4 / 3, "full": 4 / 3, "block": 1 + 2 * 2 / 32 / 3}

@@ -70,6 +70,7 @@ NO_TIMES = (math.nan, math.inf, -1.0, None, True)
         ({"window_tokens": 2.0}, "window_tokens is 2.0; expected an integer"),
         ({"window_share": 1.5}, "window_share is 1.5; expected a share of 0 to 1"),
         ({"window_share": 0.75}, "window_share is 0.75 without window_tokens; give both"),
+        ({"doubt": 1}, "doubt is 1; expected a text"),
         ({"halo_bytes": -1.0}, "halo_bytes is -1.0; expected a finite number >= 0"),
     ],
     ids=str,
@@ -77,6 +78,20 @@ NO_TIMES = (math.nan, math.inf, -1.0, None, True)
 def test_bad_coefficients(changes: dict[str, object], message: str):
     with pytest.raises(ValueError, match=f"cost model: .*{message}"):
         CostModel(**{"a": 0, "b": 1, "kv_bytes_per_token": 1} | changes)
+
+
+@pytest.mark.parametrize("more", [{}, {"g": 1.0, "block_s": 1.0, "attention_points": ((9, 0.0),)}])
+def test_tokens_that_cost_nothing_are_refused_where_they_are_read(
+    tmp_path: Path, more: dict[str, object]
+):
+    path = tmp_path / "costs.json"
+    path.write_bytes(CostModel(a=0, b=0, kv_bytes_per_token=1, **more).to_json())
+    with pytest.raises(ValueError, match="costs.json: found a, .* of 0, expected .* measure it"):
+        CostModel.from_json(path)
+    for some in ({"a": 1e-12}, {"attention_b": 1e-12}, {"b_experts": 1e-12}):
+        model = CostModel(**{"a": 0, "b": 0, "kv_bytes_per_token": 1} | some)
+        path.write_bytes(model.to_json())
+        assert CostModel.from_json(path) == model
 
 
 @pytest.mark.parametrize("value", NO_TIMES[:3])

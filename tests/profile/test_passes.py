@@ -42,7 +42,7 @@ class PlantedBench:
 
 def test_times_without_noise_are_measured_once():
     found = fitted(PlantedBench(0.01, 0.0), CASES, SHAPE, 20.0)
-    assert found.measurements == 1
+    assert found.measurements == 1 and not found.doubt
     of_tokens = PLANTED["b"] + PLANTED["b_experts"]  # no cases of experts alone
     assert found.fit.values["b"] == pytest.approx(of_tokens, rel=0.1)
 
@@ -60,13 +60,17 @@ def test_noisy_times_are_measured_again():
 
 def test_times_that_stay_noisy_are_refused():
     bench = PlantedBench(2.0, np.inf)
-    with pytest.raises(ValueError, match=r"too noisy .*measured 3 times"):
+    with pytest.raises(ValueError, match=r"too noisy .*measured 3 times.*--force"):
         fitted(bench, CASES, SHAPE, 1.0)
+    forced = fitted(PlantedBench(2.0, np.inf), CASES, SHAPE, 1.0, force=True)
+    assert "too noisy" in forced.doubt and forced.measurements == MOST_MEASUREMENTS
 
 
 def test_all_ranks_stop_where_one_finds_noise():
+    planted = PlantedBench(0.01, 0.0), CASES, SHAPE, 1.0
     with pytest.raises(ValueError, match="another rank"):
-        fitted(PlantedBench(0.01, 0.0), CASES, SHAPE, 1.0, on_any_rank=lambda found: True)
+        fitted(*planted, on_any_rank=lambda found: True)
+    assert "another rank" in fitted(*planted, on_any_rank=lambda found: True, force=True).doubt
 
 
 def test_the_budget_is_used_and_kept():

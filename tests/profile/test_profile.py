@@ -97,10 +97,15 @@ def test_files_of_a_profile(run_ranks, tmp_path, capsys):
     assert str(output) in planned(output, capsys)
 
 
-def test_times_too_noisy_to_use_write_nothing(run_ranks):
+def test_times_too_noisy_to_use_are_written_by_force_only(run_ranks, tmp_path, capsys):
     """Planted noise: e^2 times as long, or a seventh; each rank refuses, after three tries."""
     with pytest.raises(RankError, match=r"too noisy .*measured 3 times"):
         run_ranks(1, profiled, f"{SMALL} 1", noise=2.0)
+    output = tmp_path / "cost-model.json"
+    (profile,) = run_ranks(1, profiled, f"{SMALL} 1", noise=2.0, force=True)
+    command.write(profile, argparse.Namespace(output=output, picture=None))
+    assert "note: written by --force" in capsys.readouterr().out
+    assert "too noisy" in CostModel.from_json(output).doubt
 
 
 @pytest.mark.parametrize(
@@ -147,12 +152,12 @@ class PlantedTimes:
         return taken_s
 
 
-def profiled(flags, noise=0.0, config=CONFIG):
+def profiled(flags, noise=0.0, config=CONFIG, force=False):
     """Body of a rank."""
     words = ("--config", config, "--hybrid-data-parallel", *flags.split())
     arguments, times = parse_arguments(words, needs_data=False), PlantedTimes(noise)
     with mock.patch.object(Bench, "seconds", lambda bench, case: times.seconds(bench, case)):
-        return run_profile(arguments, 0.01, lambda *_: None)
+        return run_profile(arguments, 0.01, lambda *_: None, force=force)
 
 
 SMALL = "--hdp-tokens-per-rank 128 --hidden-size 16 --num-layers"

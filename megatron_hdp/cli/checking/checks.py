@@ -98,6 +98,7 @@ def _plan(found: Finding, arguments: "TrainingArguments", job: Job, preset: str)
     try:
         with told_as(PLANNER_FLAGS):
             cost_model = cost_model_of(arguments, job)
+            found.warning = cost_model.warning
             setting = run_setting(arguments, job, cost_model)
             plan_longest(setting, arguments.hdp_strategy)
             found.step = plan_step(arguments, job, setting, preset)

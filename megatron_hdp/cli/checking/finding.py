@@ -45,6 +45,8 @@ class Finding:
     """Of one node; None: not known, and so not checked."""
     gpus_per_node: int = 8
     step: StepForecast | None = None
+    warning: str = ""
+    """Of the cost model, by which the step is planned."""
     virtual_stages: list[Tried] = field(default_factory=list)
     """Each number of them that the layers allow; none without pipeline stages."""
     best_virtual_stages: int | None = None

@@ -46,6 +46,7 @@ def as_text(finding: Finding) -> str:
         lines += [_headline(finding, finding.job), *_stages(finding, finding.job)]
         lines += _table(finding, finding.job, finding.memory)
     lines += _step_lines(finding)
+    lines += [f"  {finding.warning}"] if finding.warning else []
     lines += _virtual_stages(finding)
     lines += [f"refused: {refusal}" for refusal in finding.refusals] or ["sound"]
     return "\n".join(lines)

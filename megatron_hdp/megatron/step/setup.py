@@ -126,6 +126,8 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     job = job_of(arguments, num_gpus, vocab_size)
     kept = None if arguments.hdp_offload == "off" else _kept_bytes_per_token(arguments, executor)
     cost_model = cost_model_of_job(arguments, job, kept)
+    if cost_model.warning:
+        say(cost_model.warning)
     if not isinstance(executor.attention, AttentionByLatent):
         return cost_model
     ways = ring_ways(

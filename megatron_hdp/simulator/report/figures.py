@@ -95,6 +95,8 @@ def warnings(run: Run, subject: Subject) -> list[str]:
             found.append(f"{name} has no plan: {outcome.reason}")
         elif text := _too_much(outcome, subject.gpu_memory_bytes):
             found.append(f"{name} {text}")
+    if run.setting.cost_model.warning:
+        found.append(run.setting.cost_model.warning)
     if subject.cost_model is None:
         found.append(
             "The cost model is assumed from the model's shape, not measured: see what was assumed."

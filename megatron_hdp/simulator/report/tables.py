@@ -144,8 +144,10 @@ def _rows(values: Machine | CostModel) -> list[tuple[str, str]]:
 
 
 def _value(name: str, value: Any) -> str:
-    if value is None or value == ():
+    if value in (None, (), ""):
         return "-"
+    if isinstance(value, str):
+        return value
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple) and isinstance(value[0], tuple):
