@@ -1,6 +1,7 @@
 """Hashes of contents, by which prepared data is told apart: XXH3, at the speed of memory."""
 
 import os
+from datetime import datetime
 
 import xxhash
 
@@ -22,6 +23,14 @@ def hash_of_file(path: str | os.PathLike[str]) -> str:
         while count := stream.readinto(block):
             digest.update(view[:count])
     return digest.hexdigest()
+
+
+def change_of(size: int, time_ns: int, now: os.stat_result) -> str:
+    """Return what is not as it was of a file: its size, else when it was written."""
+    if now.st_size != size:
+        return f"{size:,} bytes before, {now.st_size:,} now"
+    then, since = (datetime.fromtimestamp(ns / 1e9) for ns in (time_ns, now.st_mtime_ns))
+    return f"{size:,} bytes as before, but written {since}, not {then}"
 
 
 def sample_places(begin: int, end: int, num_samples: int) -> list[int]:

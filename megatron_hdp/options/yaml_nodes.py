@@ -39,7 +39,9 @@ def switch_of(value: yaml.Node) -> bool | None:
 def shown(value: yaml.Node) -> str:
     """Return a node as a message names it."""
     if not isinstance(value, yaml.ScalarNode):
-        return "a list" if isinstance(value, yaml.SequenceNode) else "keys and values"
+        if isinstance(value, yaml.SequenceNode):
+            return "a list" if value.value else "an empty list"
+        return "keys and values" if value.value else "no keys"
     if is_nothing(value):
         return "nothing"
     return repr(value.value if len(value.value) <= 60 else value.value[:60] + "...")

@@ -173,7 +173,8 @@ def _estimated(source: TextSource) -> Description:
         )
     scale = source.num_rows / len(rows)
     counted = Histogram.of([np.array([len(one.tokens) for one in found])])
-    histogram = Histogram(counted.lengths, np.rint(counted.counts * scale).astype(np.int64))
+    ends = np.floor(np.cumsum(counted.counts) * scale + 0.5).astype(np.int64)  # no sum is off
+    histogram = Histogram(counted.lengths, np.diff(ends, prepend=0))
     documents = histogram.num_sequences
     return Description(
         name=source.name,

@@ -144,6 +144,9 @@ class _Reader:
         template = self._path.parent / values.get("template", "")
         if template.is_file():  # others have names that are no file's
             values["template"] = str(template)
+        kind, _, tokenizer = values.get("tokenizer", "").partition(":")
+        if kind == "hf" and (self._path.parent / tokenizer).is_dir():
+            values["tokenizer"] = f"hf:{self._path.parent / tokenizer}"
         return SourceSpec(**values)
 
     def _loaders(self, node: yaml.Node) -> LoadersSpec:

@@ -11,7 +11,7 @@ import xxhash
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.formats import CompressedLines, Format, files_of, format_of, kind_of
-from megatron_hdp.data.hashes import sampled_file
+from megatron_hdp.data.hashes import change_of, sampled_file
 from megatron_hdp.data.prepare import text_key
 from megatron_hdp.data.spec import SourceSpec
 
@@ -85,9 +85,10 @@ class SourceFiles:
             ) from None
         if (found.st_size, found.st_mtime_ns) != (size, int(self.times[number])):
             raise ChangedFileError(
-                f"{path} has changed while the run read it ({size:,} bytes before, "
-                f"{found.st_size:,} now), expected a file that stays: put back what was there and "
-                "start again; text that grows is a source of its own"
+                f"{path} has changed while the run read it "
+                f"({change_of(size, int(self.times[number]), found)}), expected a file that "
+                "stays: put back what was there and start again; text that grows is a source of "
+                "its own"
             )
 
     def outline(self) -> list[tuple[str, str, int]]:

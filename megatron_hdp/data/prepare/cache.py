@@ -28,6 +28,7 @@ from megatron_hdp.data.prepare.prepared_files import (
     SUFFIXES,
     PreparedFiles,
     known_contents,
+    prepared_by_others,
 )
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
@@ -35,6 +36,7 @@ from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.files import Say, locked
 
 _DAY_S = 86_400.0
+_MOST_NAME_BYTES = 200  # of a source in a file's name, which has at most 255 with all that follows
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,7 @@ def prepare(
     a line at a time, on standard error unless `say` is given. Another process that prepares the
     same is waited for; the size of a piece of work follows from the files' unless it is given.
 
-    The pair is the same whatever the number of workers, and wherever earlier calls were
-    interrupted: what they had finished is not done again.
+    Sources of other names share what is made of the same files in the same way.
 
     Raises:
         ValueError: a file is no such thing, too many documents are bad, or none has a token.
@@ -86,7 +87,7 @@ def prepare(
     files = files_of(spec.path, spec.glob)
     tokenizer = spec.tokenizer or tokenizer
     os.makedirs(folder, exist_ok=True)
-    name = re.sub(r"[^\w.-]", "_", spec.name)
+    name = re.sub(r"[^\w.-]", "_", spec.name).encode()[:_MOST_NAME_BYTES].decode(errors="ignore")
     recipe = recipe_of(spec, kind, tokenizer)
     size = sum(map(os.path.getsize, files))
     with progress_bar(f"{spec.name}: hashes", size, delay_s=1.0) as tell:
@@ -94,7 +95,11 @@ def prepare(
     key = key_of(recipe, contents, text_key(spec, kind))
     target = PreparedFiles(folder, f"{name}-{key}", SUFFIXES[kind])
     about = {"source": spec.name, "tokenizer_name": tokenizer, **recipe}
-    if (counts := target.counts()) is None:
+    for other in (target, *prepared_by_others(folder, key, SUFFIXES[kind])):
+        if (counts := other.counts()) is not None:
+            target = other
+            break
+    else:
         with locked(target.path(LOCK), f"source {spec.name}", say, patience_s=patience_s):
             counts = target.counts()
             if counts is None:

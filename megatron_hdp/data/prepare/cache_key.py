@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from megatron_hdp.data.formats import format_of
-from megatron_hdp.data.hashes import hash_of_bytes, hash_of_file
+from megatron_hdp.data.hashes import change_of, hash_of_bytes, hash_of_file
 from megatron_hdp.data.prepare.decoding import conversations_of, decoding_of
 from megatron_hdp.data.prepare.shard_run import Tell
 from megatron_hdp.data.spec import SourceSpec
@@ -63,8 +63,9 @@ def require_unchanged(contents: Iterable[Content]) -> None:
         found = os.stat(one.path)
         if (found.st_size, found.st_mtime_ns) != (one.size, one.mtime_ns):
             raise ValueError(
-                f"{one.path} has changed while it was prepared ({one.size:,} bytes before, "
-                f"{found.st_size:,} now), expected a file that stays: run again once it is complete"
+                f"{one.path} has changed while it was prepared "
+                f"({change_of(one.size, one.mtime_ns, found)}), expected a file that stays: run "
+                "again once it is complete"
             )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from megatron_hdp.data.hashes import hash_of_bytes
 from megatron_hdp.data.prepare.cache_key import Content
 from megatron_hdp.data.prepare.shards import Counts, Shard
 from megatron_hdp.files import note_opened, write_atomically
@@ -23,7 +24,7 @@ MAIN, MANIFEST, LOCK, WORK = ".bin", ".json", ".lock", ".work"
 SUFFIXES = {"text": (MAIN, ".idx"), "chat": (MAIN, ".idx", ".spans")}
 """Those of what is made, by the kind of the source."""
 
-_FILES = "files"
+_FILES, _CHECK = "files", "check"
 
 
 class PreparedFiles:
@@ -100,14 +101,27 @@ def known_contents(folder: str | os.PathLike[str], name: str) -> Iterator[Conten
             yield Content(**one)
 
 
+def prepared_by_others(folder: Path, key: str, suffixes: Sequence[str]) -> Iterator[PreparedFiles]:
+    """Yield what sources of other names have under a key, which says all that tokens depend on."""
+    for path in sorted(glob.glob(f"{glob.escape(os.fspath(folder))}/*-{key}{MANIFEST}")):
+        yield PreparedFiles(folder, Path(path).stem, suffixes)
+
+
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return what a file holds; None if there is none, or a crash of the machine emptied it."""
+    """Return what a file holds; None if there is none, or it is damaged, or half of it."""
     try:
         found = orjson.loads(path.read_bytes())
     except (FileNotFoundError, orjson.JSONDecodeError):
         return None
-    return found if isinstance(found, dict) else None
+    if not isinstance(found, dict) or found.pop(_CHECK, None) != _check(found):
+        return None
+    return found
 
 
 def _write(path: str, content: Mapping[str, Any]) -> None:
-    write_atomically(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=True)
+    raw = orjson.dumps({**content, _CHECK: _check(content)}, option=orjson.OPT_INDENT_2)
+    write_atomically(path, raw, durable=True)
+
+
+def _check(content: Mapping[str, Any]) -> str:
+    return hash_of_bytes(orjson.dumps(content))

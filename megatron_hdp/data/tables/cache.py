@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatron_hdp.data.hashes import sampled_file
+from megatron_hdp.data.hashes import change_of, sampled_file
 from megatron_hdp.data.index_checks import IndexChecks
 from megatron_hdp.data.index_file import Documents, IndexFile, TokenFileError
 from megatron_hdp.data.mapped_file import DamagedFileError
@@ -85,9 +85,10 @@ class IndexIdentity:
         """
         now = IndexIdentity.of(self.path)
         if now != self:
+            change = change_of(self.num_bytes, self.mtime_ns, os.stat(self.path))
             raise TokenFileError(
-                f"{self.path} changed while it was read: found {now.num_bytes:,} bytes, expected "
-                f"{self.num_bytes:,} as before, of the same time; wait until it is complete"
+                f"{self.path} changed while it was read ({change}), expected a file that stays: "
+                "wait until it is complete"
             )
 
 

@@ -37,6 +37,11 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        if (path.startswith((".", "~", "/")) or path.count("/") > 1) and not os.path.isdir(path):
+            raise ValueError(
+                f"tokenizer hf:{path}: found no such folder, expected one with the files of a "
+                "Hugging Face tokenizer: mend the path, or give the name of a model, OWNER/NAME"
+            )
         self._backend: Any
         self._config: dict[str, Any] | None
         self._backend, self._config = whole_backend(path) or (backend_of(self._tokenizer), None)

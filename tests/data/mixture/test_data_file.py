@@ -123,6 +123,10 @@ MISTAKES = {
     "path-list": ("sources:\n  a: {path: [x, y]}", "'a': path: found a list, expected a text"),
 }
 OF_A_SOURCE = {
+    "spelling": (
+        "tokeniser: byte",
+        "line 2: unknown key of source 'a' .*: did you mean 'tokenizer'",
+    ),
     "unknown": ("max-epoch: 1", "line 2: unknown key of source 'a' .*: did you mean 'max-epochs'"),
     "format": ("format: csv", "line 2: .*found 'csv', expected auto or"),
     "epochs": ("max-epochs: 0", "found '0', expected a whole number"),
@@ -153,12 +157,13 @@ OF_PHASES = {  # which begin in line 5
         "from: 0|from: 2B|from: 3000000000",
         "line 7: .* found steps, expected tokens",
     ),
+    "no-phase": ("", "line 4: schedule: found an empty list, expected a list of phases"),
     "amount": ("from: 2 billion", "found '2 billion', expected a number of"),
 }
 MISTAKES |= {name: (f"sources:\n  a: {{path: x, {k}}}", m) for name, (k, m) in OF_A_SOURCE.items()}
 for name, (phases, message) in OF_PHASES.items():
     lines = "".join(f"\n  - {{{phase}}}" for phase in phases.split("|"))
-    MISTAKES[name] = (f"{A}schedule:{lines}", message)
+    MISTAKES[name] = (f"{A}schedule:{lines if phases else ' []'}", message)
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -169,6 +174,13 @@ def test_a_mistake_is_told_with_its_line(tmp_path, case):
         read_data_file(path)
 
 
+def test_a_tokenizers_folder_begins_at_the_files(tmp_path):
+    (tmp_path / "tok").mkdir()
+    text = "sources: {a: {path: x, tokenizer: hf:tok}, b: {path: x, tokenizer: hf:gpt2}}"
+    one, other = read_data_file(written(tmp_path, text)).training.sources
+    assert (one.tokenizer, other.tokenizer) == (f"hf:{tmp_path}/tok", "hf:gpt2")
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(DataFileError, match="--hdp-data .*No such file"):
         read_data_file(tmp_path / "none.yaml")
@@ -176,5 +188,5 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_no_python_comes_from_a_file(tmp_path):
     text = "sources: {a: {path: !!python/object/apply:os.getcwd []}}"
-    with pytest.raises(DataFileError, match="source 'a': path: found a list"):
+    with pytest.raises(DataFileError, match="source 'a': path: found an empty list"):
         read_data_file(written(tmp_path, text))

@@ -3,12 +3,14 @@
 import gzip
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_hdp.data import prepare as room
 from megatron_hdp.data.prepare import cache
+from megatron_hdp.data.spec import SourceSpec
 from tests.data.prepare.corpora import (
     as_bytes,
     documents,
@@ -184,6 +186,38 @@ def test_a_file_that_is_written_meanwhile(corpus, tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").glob("*.bin"))
     monkeypatch.undo()
     assert run(corpus, tmp_path / "cache").documents == 181
+
+
+def test_a_damaged_manifest_is_made_again(corpus, tmp_path):
+    manifest = Path(run(corpus, tmp_path / "cache").manifest)
+    raw = manifest.read_bytes()
+    for damaged in (
+        raw.replace(b'"empty"', b'"ampty"'),
+        raw.replace(b"180", b"181"),
+        raw[:-9],
+        b"",
+    ):
+        manifest.write_bytes(damaged)
+        assert run(corpus, tmp_path / "cache").documents == 180
+        assert manifest.read_bytes() == raw
+
+
+def test_sources_of_other_names_share_what_is_made(corpus, tmp_path):
+    found = run(corpus, tmp_path / "cache")
+    for name in ("other", "n" * 300, "ä" * 300):
+        spec = replace(spec_of(corpus), name=name)
+        again = room.prepare(
+            spec, tokenizer="byte", folder=tmp_path / "cache", workers=0, say=pytest.fail
+        )
+        assert again.prefix == found.prefix
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "ä" * 300])
+def test_a_long_name_is_cut(tmp_path, name):
+    (tmp_path / "x.txt").write_text("a")
+    spec = SourceSpec(name=name, path=str(tmp_path / "x.txt"))
+    found = room.prepare(spec, tokenizer="byte", folder=tmp_path, workers=0, say=str)
+    assert name.startswith(Path(found.prefix).name.rpartition("-")[0])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -76,9 +76,15 @@ def test_hugging_face_without_an_end_of_text(hugging_face_folder):
 
 
 def test_hugging_face_missing_folder(tmp_path):
+    for name in (f"{tmp_path}/absent", "./absent", "models/of/mine"):
+        with pytest.raises(ValueError, match=f"hf:{name}: found no such folder, expected one with"):
+            build_tokenizer(f"hf:{name}")
+
+
+def test_hugging_face_folder_without_a_tokenizer(tmp_path):
     pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
     with pytest.raises(ValueError, match="cannot be loaded: expected the folder"):
-        build_tokenizer(f"hf:{tmp_path}/absent")
+        build_tokenizer(f"hf:{tmp_path}")
 
 
 @pytest.fixture
