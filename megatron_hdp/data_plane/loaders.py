@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,13 +64,23 @@ class RayLoaders:
         """
         try:
             return self._ahead.get(position)
-        except DataPlaneLost as error:
-            folder = self._socket.parent
-            try:
-                mark_lost(folder, str(error))
-            except OSError:  # no folder, or no room in it
-                raise error from None
-            raise DataPlaneLost(f"{error}; its log is {log_of(folder)}") from error
+        except (DataPlaneLost, FileNotFoundError) as error:
+            raise DataPlaneLost(f"{error}; {self._after(str(error))}") from error
+
+    def _after(self, loss: str) -> str:
+        """Keep the log of a plane that is lost, and say where it is, or which folder is gone."""
+        folder = self._socket.parent
+        with suppress(OSError):  # it is gone, or full
+            mark_lost(folder, loss)
+        steps = [] if self._segments is None else [self._segments.path]
+        gone = [str(one) for one in (folder, *steps) if not one.exists()]
+        if not gone:
+            return f"its log is {log_of(folder)}"
+        return (
+            f"found that somebody has removed {' and '.join(gone)}, expected it until the job "
+            "ends: keep what removes old files off it, and start the job again; it resumes from "
+            "its checkpoint"
+        )
 
     def statically(self, step: RankStep, failure: str) -> RankStep:
         """Never needed: one planner answers all ranks alike."""

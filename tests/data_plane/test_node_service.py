@@ -1,6 +1,7 @@
 """A node's constructor behind its socket, as the ranks see it; planner and loaders are threads."""
 
 import os
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -140,6 +141,22 @@ def test_a_segment_that_goes_before_it_is_mapped_is_asked_for_again(
     monkeypatch.setattr(SegmentFolder, "attach", attach)
     require_same(one.get(Position()), local_steps(corpus, plan_settings(), Reader(0, V), 1)[0])
     assert len(missed) == 2
+
+
+def test_a_folder_that_somebody_removes_is_told(ranks, segments):
+    """As what cleans up old temporary files does."""
+    one = ranks(Reader(0, V))
+    position = one.get(Position()).totals.after
+
+    def is_gone():
+        shutil.rmtree(segments.path, ignore_errors=True)  # a step may just be written there
+        return not segments.path.exists()
+
+    until(is_gone)
+    found = f"found that somebody has removed {segments.path}, expected it until the job ends"
+    with pytest.raises(DataPlaneLost, match=found):
+        for _ in range(9):
+            position = one.get(position).totals.after
 
 
 def test_its_figures(setup, ranks, others, service):

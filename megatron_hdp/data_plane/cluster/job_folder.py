@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -124,6 +125,8 @@ def _lives(
             return None
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
+            if not stat.S_ISREG(os.fstat(lock).st_mode):  # a pipe, which might never be read
+                return None
             if os.read(lock, 256).decode(errors="replace") != socket.gethostname():
                 return None
             fcntl.flock(lock, kind | fcntl.LOCK_NB)

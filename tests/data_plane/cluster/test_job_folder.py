@@ -74,6 +74,9 @@ def test_what_is_not_known_to_be_dead_stays(temporary, monkeypatch):
     (kept[1] / "host").write_text("another-host")
     (kept[2] / "host").write_text(socket.gethostname())
     (temporary / "hdp-data-link").symlink_to(kept[2])
+    kept.append(temporary / "hdp-data-pipe")
+    kept[-1].mkdir()
+    os.mkfifo(kept[-1] / "host")
     with folder_of_job():
         assert all(folder.exists() for folder in kept)
     ours = temporary / "hdp-data-ours"
