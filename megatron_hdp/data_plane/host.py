@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     more: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": True}
 
     def say_lost(why: str) -> None:
-        mark_lost(folder, why)
         _say(f"node {options.node}: {why}")
+        mark_lost(folder, why)  # ranks end the host then
 
     def end_lost(why: str) -> None:
         say_lost(why)

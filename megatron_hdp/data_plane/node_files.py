@@ -47,7 +47,7 @@ def log_of(folder: Path) -> Path:
 
 def last_words(folder: Path) -> str | None:
     """Return how the node's part ended, with the last lines of its log; None if it ended well."""
-    if not (folder / LOST).exists():
+    if not (folder / LOST).exists() or not log_of(folder).exists():  # or somebody has removed it
         return None
     with log_of(folder).open("rb") as log:
         log.seek(max(log.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))

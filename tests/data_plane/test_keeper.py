@@ -150,6 +150,7 @@ def test_a_keeper_is_killed(started):
 def test_of_a_plane_that_ended_badly_the_last_lines_are_shown(tmp_path):
     assert last_words(tmp_path) is None
     mark_lost(tmp_path, "why")
+    assert last_words(tmp_path) is None  # somebody has removed the log
     mark_lost(tmp_path, "what followed from it")
     (tmp_path / "log").write_bytes(
         b"x" * 10**6 + b"\n" + b"".join(b"%d\xff\n" % i for i in range(99))

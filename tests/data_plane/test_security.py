@@ -21,6 +21,7 @@ import pytest
 
 from megatron_hdp.data_plane import starting
 from megatron_hdp.data_plane.cluster import ray_node
+from megatron_hdp.data_plane.cluster.job_folder import RAY
 from megatron_hdp.data_plane.node_files import write_status
 from megatron_hdp.data_plane.roles import Entry, Journal, LoadingService, Wanted
 from megatron_hdp.data_plane.roles import journal as journal_module
@@ -150,8 +151,9 @@ def mode(path):
 
 
 def open_to_others(folder):
-    """What of a folder others could read, write or enter, if they got there."""
-    return sorted(one.name for one in (folder, *folder.rglob("*")) if mode(one) & 0o077)
+    """What of a folder others could read, write or enter, if they got there; of Ray's its name."""
+    found = [one for one in (folder, *folder.rglob("*")) if folder / RAY not in one.parents]
+    return sorted(one.name for one in found if mode(one) & 0o077)
 
 
 def test_status_and_journal_are_the_users_alone(tmp_path, monkeypatch):
@@ -297,8 +299,8 @@ def test_nobody_else_reaches_a_running_plane(tmp_path):
             if word.startswith("--temp-dir=")
         )
         assert ray_folder.is_dir()  # which Ray opens to everybody
-        assert [mode(one) for one in (*folders, ray_folder.parent)] == [0o700] * 3
-        assert {"log"} >= set(open_to_others(folders[0]))  # in a folder that only its owner enters
+        assert ray_folder == folders[0] / RAY and [mode(one) for one in folders] == [0o700] * 2
+        assert {"log", RAY} >= set(open_to_others(folders[0]))  # which only its owner enters
         assert open_to_others(folders[1]) == []
         assert list(folders[1].glob("steps/step-*")) != []
 

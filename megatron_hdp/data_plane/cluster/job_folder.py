@@ -64,7 +64,7 @@ def folder_of_job(parent: Path | None = None) -> Iterator[tuple[str, int]]:
     try:
         yield str(folder), lock
     finally:
-        if not (folder / LOST).exists():
+        if not (folder / LOST).exists() or not (folder / _LOCK).exists():  # or half is gone
             shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 

@@ -115,6 +115,10 @@ def test_of_jobs_that_ended_badly_some_folders_stay(temporary, monkeypatch):
         os.utime(folder, (number, number))
         kept.append(Path(folder))
         assert folders.folders_of_jobs(alive=True) == []
+    with folder_of_job() as (half, _):  # somebody has removed the rest
+        (Path(half) / folders.LOST).touch()
+        (Path(half) / "host").unlink()
+    assert not Path(half).exists()
     with folder_of_job() as (living, _):
         assert set(folders.folders_of_jobs(alive=False)) == set(kept[2:])
         assert not folders.remove_dead(Path(living), even_lost=True)
