@@ -26,10 +26,13 @@ def planned_for(strategy: str, problem: Problem) -> Problem:
     A strategy that knows nothing of pipelines plans for one stage: with more the planner would
     refuse most of its plans, which `slots` aligns; what such a plan promises counts no ramp.
     """
+    return problem if knows_stages(strategy) else replace(problem, pipeline=Pipeline())
+
+
+def knows_stages(strategy: str) -> bool:
+    """Whether a strategy plans for pipeline stages."""
     known = BY_NAME.get(strategy)
-    if known is None or known.on_pipelines:  # None: "auto", which is one that plans for them
-        return problem
-    return replace(problem, pipeline=Pipeline())
+    return known is None or known.on_pipelines  # None: "auto", which is one that plans for them
 
 
 def slots(

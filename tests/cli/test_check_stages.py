@@ -88,3 +88,16 @@ def test_with_offload_plans_count_the_fewest_layers(tmp_path, is_measured, offlo
     config = with_lines(tmp_path, *lines)
     arguments = options_of(config)
     assert cost_model_of(arguments, job_of(arguments, 8)).num_layers == planned
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bytescale", "dp-balance"])
+def test_a_strategy_that_knows_no_stages_is_planned_as_it_trains(tmp_path, strategy):
+    """For one stage; the step's time is that of the stages, and all plans have the same work."""
+    lines = ["pipeline-model-parallel-size: 2", "hdp-global-batch-tokens: 1048576"]
+    plain, found = (
+        finding(with_lines(tmp_path, *lines, f"hdp-strategy: {name}"), 16)
+        for name in ("static", strategy)
+    )
+    assert plain.is_sound and found.is_sound, found.refusals
+    work_s, same_s = (one.step.efficiency * one.step.step_s for one in (plain, found))
+    assert same_s == pytest.approx(work_s, rel=0.02)

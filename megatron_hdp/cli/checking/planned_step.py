@@ -16,8 +16,9 @@ from megatron_hdp.megatron.options import (
     expert_domain_size,
     planned_weights,
 )
-from megatron_hdp.planner import CostModel, Plan, make_plan
+from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
+from megatron_hdp.planner.lockstep import knows_stages
 from megatron_hdp.planner.memory import Job
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.shape import ring_ways
@@ -100,7 +101,7 @@ def preset_batch(arguments: "TrainingArguments", preset: str, seed: int = 0) -> 
 
 def plan_longest(setting: Setting, strategy: str) -> Plan:
     """Plan of the longest sequence alone; ValueError if it does not fit on all HDP ranks."""
-    return make_plan(setting.problem(np.array([setting.max_length])), strategy)
+    return setting.planned(np.array([setting.max_length]), strategy)
 
 
 def plan_step(
@@ -112,8 +113,13 @@ def plan_step(
         ValueError: the batch cannot be planned.
     """
     lengths = preset_batch(arguments, preset)
-    made = make_plan(setting.problem(lengths), arguments.hdp_strategy)
-    step_s, positions = made.summary["makespan_s"], made.summary.get("num_positions")
+    made = setting.planned(lengths, arguments.hdp_strategy)
+    step_s, efficiency = made.summary["makespan_s"], made.summary["efficiency"]
+    stages = setting.pipeline.stages
+    if stages > 1 and not knows_stages(arguments.hdp_strategy):  # a plan for one stage was made
+        in_stages_s = setting.executed(made).record.makespan_s
+        step_s, efficiency = in_stages_s, efficiency * step_s / stages / in_stages_s
+    positions = made.summary.get("num_positions")
     exchanged_bytes = exchanged_bytes_per_token(
         values_per_token=job.shape.sent_to_experts,
         value_bytes=job.value_bytes,
@@ -125,7 +131,7 @@ def plan_step(
         num_tokens=int(lengths.sum()),
         longest_tokens=int(lengths.max()),
         micro_batches=made.num_micro_batches,
-        efficiency=made.summary["efficiency"],
+        efficiency=efficiency,
         step_s=step_s,
         flops_per_s=job.shape.flops(lengths) / step_s / job.num_gpus,
         planning_ms=made.summary["planning_ms"],
