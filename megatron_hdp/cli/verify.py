@@ -32,23 +32,27 @@ def _run(arguments: argparse.Namespace) -> int:
 
     folder: Path = arguments.folder
     checkpoints = CheckpointFolder(folder)
-    iterations = checkpoints.iterations()
-    if not iterations:
-        found = "no such folder" if not folder.is_dir() else "no folder iter_... in it"
-        raise ValueError(
-            f"{folder}: found {found}, expected checkpoints: give the folder of --save"
-        )
+    places = {iteration: checkpoints.find(iteration) for iteration in checkpoints.iterations()}
     named, trouble = None, None
     try:
-        named = checkpoints.latest()
-        if named not in iterations:
+        if release := checkpoints.release():
+            named = checkpoints.iteration_of(release)
+            places = {named: release, **places}
+        else:
+            named = checkpoints.latest()
+        if places and named not in places:
             trouble = f"the tracker file names iteration {named}, which is not there"
     except ValueError as error:
         trouble = str(error)
+    if not places:
+        found = "no such folder" if not folder.is_dir() else "no folder iter_... or release in it"
+        raise ValueError(
+            trouble or f"{folder}: found {found}, expected checkpoints: give the folder of --save"
+        )
 
     findings = []
-    for iteration in iterations:
-        findings.append(verify(checkpoints.find(iteration), iteration))
+    for iteration, place in places.items():
+        findings.append(verify(place, iteration))
         if not arguments.json:
             print(_line(findings[-1]), flush=True)
     best = latest_good(findings, named)
@@ -86,7 +90,7 @@ def _line(finding: "Verdict") -> str:
     verdict = "good   " if finding.is_good else "damaged"
     return "\n".join(
         [
-            f"iteration {finding.iteration:<9,} {verdict}  {about}",
+            f"{_name(finding.iteration):<19} {verdict}  {about}",
             *(f"    {fault}" for fault in finding.faults),
         ]
     )
@@ -97,5 +101,9 @@ def _verdict(folder: Path, best: int | None, named: int | None, trouble: str | N
     if best is None:
         return [*lines, "none is good: start anew with another --save"]
     if best == named:
-        return [*lines, f"the latest good one is iteration {best}: --load {folder} takes it"]
-    return [*lines, f"the latest good one is iteration {best}: --load {folder} --ckpt-step {best}"]
+        return [*lines, f"the latest good one is {_name(best)}: --load {folder} takes it"]
+    return [*lines, f"the latest good one is {_name(best)}: --load {folder} --ckpt-step {best}"]
+
+
+def _name(iteration: int) -> str:
+    return f"iteration {iteration:,}" if iteration else "release"

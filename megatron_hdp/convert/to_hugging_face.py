@@ -62,6 +62,7 @@ class Trained:
         flags = flags_of(family, before, str(like / CONFIG))
         config = update(before, flags, released.flags_of(place))
         reader = DistReader(place, read_list(place))
+        _require_sound(place, reader.files.__contains__)
         stacked = not any(key.startswith("decoder.layers.0.") for key in reader.keys)
         plan = [_with_key(piece, reader) for piece in pieces(family, config, stacked=stacked)]
         _require_all(place, reader, plan)
@@ -132,12 +133,19 @@ def _checkpoint(source: Path, step: int | None) -> Path:
                 f"{source}: found no checkpoint, expected the folder of --save of a run, or of --to"
             )
         place = folder.find(step)
-    if faults := inventory(place).outer_faults():
-        raise ValueError(
-            f"{faults[0]}: the checkpoint is damaged, take another one: `megatron-hdp verify "
-            f"{source}` says which is good"
-        )
+    _require_sound(place, lambda name: not name.endswith(".distcp"))
     return place
+
+
+def _require_sound(place: Path, checked: Callable[[str], bool]) -> None:
+    """Refuses a checkpoint whose files are not what was saved; reads those of these names."""
+    files = inventory(place)
+    faults = files.outer_faults() or filter(None, map(files.fault_of, filter(checked, files.sizes)))
+    if fault := next(iter(faults), None):
+        raise ValueError(
+            f"{fault}: the checkpoint is damaged, take another one: `megatron-hdp verify "
+            f"{place.parent}` says which is good"
+        )
 
 
 def _with_key(piece: Piece, reader: DistReader) -> Piece:

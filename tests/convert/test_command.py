@@ -63,11 +63,19 @@ def converted(name, folder):
     return model
 
 
-def test_what_the_checkpoint_says_of_itself(tmp_path):
+def test_what_the_checkpoint_says_of_itself(tmp_path, capsys):
     converted("qwen2", tmp_path)
     release = CheckpointFolder(tmp_path / "weights").release()
     verdict = verify(release, 0)
     assert verdict.is_good and verdict.has_checksums and not verdict.added_files
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "weights")]) == 0
+    words = capsys.readouterr().out
+    assert "release             good" in words and "latest good one is release: --load" in words
+    (release / "__0_0.distcp").rename(tmp_path / "part")
+    assert main(["verify", str(tmp_path / "weights")]) == 1
+    assert "none is good" in capsys.readouterr().out
+    (tmp_path / "part").rename(release / "__0_0.distcp")
     common = dist_checkpointing.load_common_state_dict(str(release))
     assert isinstance(common["args"], argparse.Namespace)
     assert (common["iteration"], common["checkpoint_version"]) == (0, 3.0)

@@ -1,5 +1,6 @@
 """What is wrong with a model, a checkpoint or a target is one sentence, and nothing is written."""
 
+import contextlib
 import errno
 import json
 import os
@@ -13,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_hdp.cli.main import main
 from megatron_hdp.convert import to_megatron
+from megatron_hdp.convert.files.dist_writer import DistFile
 from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter, read_header
 from tests.convert.models import save_model
+from tests.megatron.checkpoint.small import flip
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +225,15 @@ def test_a_full_disk(saved, tmp_path, capsys):
     assert main(["convert", *map(str, there)]) == 0 == main(["convert", *map(str, back)])
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has such a disk")
+def test_a_disk_that_fills_while_torch_writes():
+    file = DistFile(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left"):
+        file.write(("a",), (1 << 16,), (0,), (1 << 16,), torch.zeros(1 << 16))
+    with contextlib.suppress(OSError):
+        file.close()
+
+
 def test_two_at_once(saved, tmp_path, capsys):
     argv = ["--from-hf", saved / "model", "--to", tmp_path / "checkpoint"]
     carry = to_megatron.hf_folder.carry
@@ -242,6 +254,21 @@ CHECKPOINTS = {
         "expected the model's configuration: give --like",
     ),
     "a truncated file": (cut("release/__0_0.distcp"), "checkpoint is damaged, take another one"),
+    "a flipped byte": (
+        lambda folder: flip(folder / "release/__0_0.distcp", 3000),
+        "__0_0.distcp: found the XXH3",
+    ),
+    "a flipped byte, without checksums": (
+        lambda folder: (
+            flip(folder / "release/__0_0.distcp", 3000),
+            (folder / "release/checksums.json").unlink(),
+        ),
+        "__0_0.distcp: found another CRC-32 of",
+    ),
+    "a flipped byte of the list": (
+        lambda folder: flip(folder / "release/.metadata", 300),
+        ".metadata: found the XXH3",
+    ),
     "no list of tensors": (without("release/.metadata"), ".metadata: found no such file"),
     "another model": (
         changed(CONFIG, num_hidden_layers=3),

@@ -31,6 +31,14 @@ class DistReader:
         """Names of its tensors."""
         return set(self._tensors)
 
+    @property
+    def files(self) -> set[str]:
+        """Names of the files that hold them, the optimizer's aside."""
+        kept = (index for index in self._places if index.fqn in self._tensors)
+        return {
+            str(self._places[index].relative_path) for index in kept if "optimizer" not in index.fqn
+        }
+
     def shape(self, key: str) -> tuple[int, ...]:
         """Of a whole tensor."""
         return tuple(self._tensors[key].size)

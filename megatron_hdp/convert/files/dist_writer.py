@@ -47,11 +47,24 @@ class Chunk:
     num_bytes: int
 
 
+class _Stream(io.BufferedWriter):
+    """Remembers what the disk says: torch's writer turns it into words about positions."""
+
+    refused: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.refused = error
+            raise
+
+
 class DistFile:
     """One file of tensors."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self._file = _Stream(io.FileIO(path, "w"))
         self.chunks: list[Chunk] = []
 
     def write(
@@ -62,9 +75,18 @@ class DistFile:
         lengths: Numbers,
         tensor: torch.Tensor,
     ) -> None:
-        """Writes a region of the tensor `keys`; `tensor` holds nothing else."""
+        """Writes a region of the tensor `keys`; `tensor` holds nothing else.
+
+        Raises:
+            OSError: the disk is full, for one.
+        """
         begin = self._file.tell()
-        torch.save(tensor.reshape(lengths), self._file)
+        try:
+            torch.save(tensor.reshape(lengths), self._file)
+        except RuntimeError:
+            if self._file.refused is None:
+                raise
+            raise self._file.refused from None
         num_bytes = self._file.tell() - begin
         self.chunks.append(Chunk(keys, shape, offsets, lengths, tensor.dtype, begin, num_bytes))
 

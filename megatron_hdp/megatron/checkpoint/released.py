@@ -7,6 +7,7 @@ and neither optimizer nor progress.
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +50,9 @@ def write_common(folder: Path, flags: Mapping[str, Any]) -> None:
         "iteration": 0,
         "num_floating_point_operations_so_far": 0,
     }
-    torch.save(common, folder / _COMMON)
+    content = io.BytesIO()  # given a path, torch hides what the disk says
+    torch.save(common, content)
+    (folder / _COMMON).write_bytes(content.getvalue())
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
