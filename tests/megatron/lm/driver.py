@@ -89,6 +89,10 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
             faults.enter_context(planted(run["fault"]))
         if run.get("older"):
             faults.enter_context(_older_release())
+        if run.get("emptied"):
+            from tests.gradient_equivalence.case import emptied_outputs
+
+            faults.enter_context(emptied_outputs())
         if run.get("sft"):
             faults.enter_context(_sft_on_a_cpu())
         if "nan_after" in run:

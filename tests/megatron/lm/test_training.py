@@ -42,6 +42,8 @@ STOCK = "checkpoints stock"
 GPT = """--num-layers 6 --hidden-size 32 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope
 --attention-dropout 0 --hidden-dropout 0"""
+NORMS = ["--recompute-granularity", "selective"]
+NORMS += ["--recompute-modules", "layernorm", "core_attn"]
 SOON = ["--stall-timeout-seconds", "3"]
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 
@@ -90,6 +92,7 @@ def more(runs):
             run("bf16 two", 2, [*HDP, "160", *half], save="bf16"),
             gpt("gpt", 1, [*HDP, "256", "--async-save"], save="gpt"),
             gpt("gpt stages", 4, offloaded, load="gpt"),
+            gpt("gpt norms", 4, [*offloaded, *NORMS], load="gpt", emptied=True),
             run("nan", 2, [*HDP, "160"], save="nan", nan_after=16, exits=[16, 16]),
             run("nan again", 2, [*HDP, "160"], load="nan", nan_after=16, exits=[16, 16]),
             run("dead", 2, [*HDP, "160", *SOON], fault="1:3:kill", exits=[3, -9]),
@@ -234,8 +237,10 @@ def test_bf16(more):
 
 
 @pytest.mark.slow
-def test_a_tied_model_continues_on_stages_with_offload(more):
-    stages = scalars(more, "gpt stages")
+@pytest.mark.parametrize("name", ["gpt stages", "gpt norms"])
+def test_a_tied_model_continues_on_stages_with_offload(more, name):
+    """Also where norms are recomputed, whose outputs Megatron empties."""
+    stages = scalars(more, name)
     require_same(stages, scalars(more, "gpt"), rel=2e-6, steps=(3, 4))
     assert max(stages["hdp/offloaded-bytes"].values()) > 0
 
