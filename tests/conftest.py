@@ -19,7 +19,7 @@ hypothesis.settings.load_profile("suite")
 _SLOW = "slow tests left out"
 _LONG = (
     *("tests/megatron/lm", "tests/scripts", "tests/megatron", "tests/training"),
-    "tests/test_cpp.py",
+    *("tests/planner/test_cpp.py", "tests/data/test_cpp.py"),
 )
 
 

@@ -1,4 +1,4 @@
-"""C++ unit tests, compiled with the sanitizers and run.
+"""C++ unit tests, compiled and run, with the sanitizers where they are asked for.
 
 Objects stay in the build folder, so that only what has changed is compiled again.
 """
@@ -14,26 +14,32 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CSRC, OBJECTS = ROOT / "csrc", ROOT / "build" / "cpp-tests"
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread"]
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
-OPTIONS = ["-std=c++17", "-Og", "-g0", "-I", str(CSRC), *WARNINGS, *SANITIZERS]
+OPTIONS = ["-std=c++17", "-g0", "-pthread", "-I", str(CSRC), *WARNINGS]
+SANITIZED = pytest.mark.parametrize(
+    "extra", [("-O0",), pytest.param(("-Og", *SANITIZERS), marks=pytest.mark.slow)], ids=["", "san"]
+)
+"""Sanitizers take two and a half times the compiler's time."""
 
 
-def run_cpp_tests(name: str, patterns: list[str], scratch: Path) -> None:
+def run_cpp_tests(name: str, patterns: list[str], scratch: Path, extra: tuple[str, ...]) -> None:
     """Compile what the patterns find in csrc to one program, which must end with 0.
 
     Args:
         name: of the program, and of the folder of its objects.
         patterns: of sources, one of which has a ``main``.
         scratch: an empty folder.
+        extra: options of the compiler.
     """
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler: install g++ to run the C++ tests")
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     headers = [path.read_bytes() for path in sorted(CSRC.rglob("*.hpp"))]
-    common = hashlib.sha256(b"\0".join([version, *map(str.encode, OPTIONS), *headers]))
-    kept = OBJECTS / name
+    options = [*OPTIONS, *extra]
+    common = hashlib.sha256(b"\0".join([version, *map(str.encode, options), *headers]))
+    kept = OBJECTS / f"{name}{'-sanitized' * ('-Og' in extra)}"
     kept.mkdir(parents=True, exist_ok=True)
 
     def compiled(source: Path) -> Path:
@@ -42,7 +48,7 @@ def run_cpp_tests(name: str, patterns: list[str], scratch: Path) -> None:
         target = kept / f"{source.stem}-{digest.hexdigest()[:24]}.o"
         if not target.exists():
             new = scratch / target.name
-            subprocess.run([compiler, *OPTIONS, "-c", str(source), "-o", str(new)], check=True)
+            subprocess.run([compiler, *options, "-c", str(source), "-o", str(new)], check=True)
             shutil.move(new, target)
         return target
 
@@ -52,6 +58,6 @@ def run_cpp_tests(name: str, patterns: list[str], scratch: Path) -> None:
     for outdated in set(kept.glob("*.o")) - objects:
         outdated.unlink()
     binary = str(scratch / name)
-    subprocess.run([compiler, *SANITIZERS, *map(str, objects), "-o", binary], check=True)
+    subprocess.run([compiler, *options, *map(str, objects), "-o", binary], check=True)
     result = subprocess.run([binary], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,10 @@
+"""The C++ part's own unit tests."""
+
+from pathlib import Path
+
+from tests.support.cpp import SANITIZED, run_cpp_tests
+
+
+@SANITIZED
+def test_cpp_unit_tests(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    run_cpp_tests("data", ["data/**/*.cpp", "tests/data/*.cpp"], tmp_path, extra)
