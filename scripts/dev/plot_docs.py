@@ -28,6 +28,7 @@ TO_HOST, TO_DEVICE = "#16a085", "#8e44ad"
 METADATA, TOKENS, WATCHES = "#8e44ad", "#225ea8", "#7f7f7f"  # of the data plane
 ROLES = {
     "host": "#7f7f7f",
+    "keeper": "#b5b5b5",
     "planner": "#8e44ad",
     "constructor": "#225ea8",
     "source loader": "#41b6c4",
@@ -235,6 +236,8 @@ def roles() -> Figure:
             start = left + 0.5 + 0.7 * number, 1.17
             _arrow(axes, start, (left + 1.0, 1.7), TOKENS, both=True)
         _role(axes, left + 2.15, 1.72, 0.8, "host")
+        _role(axes, left + 2.4, 2.3, 0.6, "keeper", height=0.28)
+        _arrow(axes, (left + 2.7, 2.3), (left + 2.7, 2.14), WATCHES, dashed=True)
     _role(axes, 0.4, 4.05, 1.4, "planner")
     for number, name in enumerate(("web", "web", "code", "chat")):
         left = 2.5 + 1.28 * number
@@ -244,8 +247,8 @@ def roles() -> Figure:
     for constructor in (1.0, 5.3):
         _arrow(axes, (1.1, 4.03), (constructor, 2.16), METADATA)
     _arrow(axes, (2.48, 4.26), (1.82, 4.26), METADATA)
-    _arrow(axes, (2.6, 2.16), (1.5, 4.03), WATCHES, dashed=True)
-    _arrow(axes, (2.7, 2.16), (3.1, 4.03), WATCHES, dashed=True)
+    _arrow(axes, (2.23, 2.1), (1.5, 4.03), WATCHES, dashed=True)
+    _arrow(axes, (3.07, 2.0), (3.12, 4.03), WATCHES, dashed=True)
     _arrow(axes, (2.25, 1.93), (1.82, 1.93), WATCHES, dashed=True)
     _arrow(axes, (6.55, 1.93), (6.12, 1.93), WATCHES, dashed=True)
     _text(axes, 0.1, 4.68, "one a job, on node 0")
@@ -261,9 +264,17 @@ def roles() -> Figure:
     return figure
 
 
-def _role(axes: Any, left: float, bottom: float, width: float, name: str, more: str = "") -> None:
-    _box(axes, left, bottom, width, 0.42, ROLES[name])
-    _write(axes, left + width / 2, bottom + 0.21, name + more, ROLES[name], 8)
+def _role(
+    axes: Any,
+    left: float,
+    bottom: float,
+    width: float,
+    name: str,
+    more: str = "",
+    height: float = 0.42,
+) -> None:
+    _box(axes, left, bottom, width, height, ROLES[name])
+    _write(axes, left + width / 2, bottom + height / 2, name + more, ROLES[name], 8)
 
 
 def _box(axes: Any, left: float, bottom: float, width: float, height: float, colour: str) -> None:

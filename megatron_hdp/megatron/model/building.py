@@ -105,8 +105,8 @@ def check_recomputation(args: Any) -> None:
     if emptied and not hasattr(random, "FP8GlobalStateManager"):
         raise OptionError(
             f"--recompute-modules {' '.join(emptied)}: found no TransformerEngine, expected it, "
-            "because Megatron asks it whether FP8 is on: pip install 'megatron-hdp[gpu]', or leave "
-            "them out"
+            "because Megatron asks it whether FP8 is on: pip install --no-build-isolation "
+            "'megatron-hdp[gpu]', or leave them out"
         )
     if "mlp" in modules and args.add_bias_linear:
         raise OptionError(
