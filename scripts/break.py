@@ -9,13 +9,14 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from breaking.rows import ROWS, Result, Row, run
 
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.simulator.units import aligned
 
-_MODULES = ("planning",)
+_MODULES = ("planning", "data", "others", "checkpoints", "weights", "plane")
 
 
 def rows_of(room: str | None = None, only: Iterable[str] = ()) -> list[Row]:
@@ -24,6 +25,7 @@ def rows_of(room: str | None = None, only: Iterable[str] = ()) -> list[Row]:
     Raises:
         ValueError: there is no such row.
     """
+    sys.path.append(str(Path(__file__).parents[1]))  # rows use small models of the tests
     for module in _MODULES:
         importlib.import_module(f"breaking.{module}")
     names = list(only)

@@ -96,6 +96,7 @@ def run(one: Row) -> Result:
 def _in_process(one: Row, folder: Path, sender: "multiprocessing.connection.Connection") -> None:
     os.setpgid(0, 0)
     os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # bars of progress; what a row finds it sends
     reason = None
     try:
         for found in one.function(folder):
