@@ -29,6 +29,10 @@ _KNOWN = {
         *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     },
     f"{_TORCHS}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    f"{_TORCHS}.planner": {  # Megatron adds who has written what
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},  # by its name
     "collections": {"OrderedDict"},

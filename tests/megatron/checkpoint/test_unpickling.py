@@ -6,7 +6,9 @@ import pickle
 import shutil
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_hdp.megatron.checkpoint import reading
@@ -85,6 +87,9 @@ def test_lists_of_older_and_newer_releases_are_read(tmp_path):
     place = save_small(tmp_path, 4)
     old = Metadata(read_list(place).state_dict_metadata, planner_data={"a": ("a", 0)})
     old.mcore_data = {}
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"a": torch.zeros(3), "b": "bytes"}, is_coordinator=True)
+    old.all_local_plans = [planner.create_local_plan()]  # Megatron adds those of all ranks
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         (place / ".metadata").write_bytes(pickle.dumps(old, protocol))
         assert vars(read_list(place)) == vars(old)
