@@ -48,7 +48,7 @@ def _trained(
     words = [*_TRAIN, ranks, "-m", "megatron_hdp.pretrain_gpt", "--config", _CONFIG]
     words += ["--hybrid-data-parallel", "--hdp-data", folder / "d.yaml", "--train-iters", steps]
     words += ["--save", save, "--load", save, "--save-interval", interval]
-    words += ["--metrics-path", metrics]
+    words += ["--metrics-path", metrics, "--seq-length", 1024]  # which one rank can hold
     with (folder / "log").open("wb") as log:
         job = subprocess.Popen(
             [str(word) for word in words], stdout=log, stderr=log, start_new_session=True
