@@ -49,6 +49,7 @@ def _trained(
     words += ["--hybrid-data-parallel", "--hdp-data", folder / "d.yaml", "--train-iters", steps]
     words += ["--save", save, "--load", save, "--save-interval", interval]
     words += ["--metrics-path", metrics, "--seq-length", 1024]  # which one rank can hold
+    words += ["--lr-decay-iters", 12]  # of the longest run: others resume on its schedule
     with (folder / "log").open("wb") as log:
         job = subprocess.Popen(
             [str(word) for word in words], stdout=log, stderr=log, start_new_session=True

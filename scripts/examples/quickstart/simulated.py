@@ -49,7 +49,8 @@ def simulated(folder: Path, measured: Sequence[Step], strategy: str, flags: Sequ
     options = simulated_run.options_of(arguments)
     setting = simulated_run.setting_of(arguments, options, {})
     steps = []
-    for number, lengths in enumerate(simulated_run.batches_of(arguments, options)):
+    batches, _ = simulated_run.batches_of(arguments, options)
+    for number, lengths in enumerate(batches):
         was = measured[number].metrics
         if int(lengths.sum()) != was["tokens"]:
             raise ValueError(

@@ -35,8 +35,8 @@ def adapted_errors(cases):
         assert all(type(one.self_attention) is MLASelfAttention for one in model.decoder.layers)
         adapt(model, fused_loss=False)
         for layer in model.decoder.layers:
-            assert type(layer.self_attention) is HdpMlaSelfAttention
-            assert type(layer.self_attention.core_attention) is HdpCoreAttention
+            assert isinstance(layer.self_attention, HdpMlaSelfAttention)
+            assert isinstance(layer.self_attention.core_attention, HdpCoreAttention)
         assert {name: id(one) for name, one in model.named_parameters()} == before
         assert list(model.state_dict()) == keys
         first_draw(model, seed)

@@ -100,10 +100,10 @@ def _adapt_on_a_rank(fused_loss):
     for name, (identity, values) in before.items():
         assert id(after[name]) == identity and torch.equal(after[name], values)
     for layer in model.decoder.layers:
-        assert type(layer.self_attention.core_attention) is HdpCoreAttention
-    assert type(model.rotary_pos_emb) is OwnPositionRotaryEmbedding
-    assert (type(model) is FusedLossModel) == fused_loss
-    assert (type(model.output_layer) is FusedLossOutputLayer) == fused_loss
+        assert isinstance(layer.self_attention.core_attention, HdpCoreAttention)
+    assert isinstance(model.rotary_pos_emb, OwnPositionRotaryEmbedding)
+    assert isinstance(model, FusedLossModel) == fused_loss
+    assert isinstance(model.output_layer, FusedLossOutputLayer) == fused_loss
     for stranger, message in (
         (torch.nn.Linear(2, 2), "found a Linear, expected megatron.core's GPTModel"),
         (_with_other_attention(model), "layer 2: found SelfAttention with Linear, expected"),
