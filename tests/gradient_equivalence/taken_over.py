@@ -36,12 +36,13 @@ def taken_over(latent: bool = False, **values: Any) -> Iterator[None]:
 
     def adapt_and_draw(model, seed):
         layers = model.decoder.layers
-        assert not any(type(one.self_attention) is HdpMlaSelfAttention for one in layers)
+        assert not any(isinstance(one.self_attention, HdpMlaSelfAttention) for one in layers)
         assert not any(
-            type(one.self_attention.core_attention) is HdpCoreAttention for one in layers
+            isinstance(one.self_attention.core_attention, HdpCoreAttention) for one in layers
         )
         adapt(model, fused_loss=False)
-        assert all(type(one.self_attention.core_attention) is HdpCoreAttention for one in layers)
+        attentions = (one.self_attention.core_attention for one in layers)
+        assert all(isinstance(one, HdpCoreAttention) for one in attentions)
         DRAW(model, seed)
 
     core = TEDotProductAttention if latent else DotProductAttention

@@ -126,7 +126,7 @@ FAULTS = {
         "weighted", f"{OBJECTIVES}.WeightedNll.arrays", weights_of_the_token_before
     ),
     "divisor of a rank": planted(
-        "clipped", "megatron_hdp.session.session._divisor", divisor_of_this_rank
+        "clipped", "megatron_hdp.session.session.divisor_of", divisor_of_this_rank
     ),
     "order of the data mixed": planted(
         "log-probs", f"{OBJECTIVES}.tokens_with_loss", in_the_order_of_the_micro_batch
