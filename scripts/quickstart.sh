@@ -54,7 +54,7 @@ echo "== ranks: $NPROC of $capacity tokens, so that together they hold the longe
 echo
 echo "== profile: what a micro-batch takes on this machine; the planner decides by it"
 ranks megatron_hdp.profile --config "$config" --hdp-tokens-per-rank "$capacity" \
-    --budget-seconds 10 --output "$cost_model" "$@"
+    --budget-seconds 10 --force --output "$cost_model" "$@" # a doubtful one is told of, and serves
 train static static "$@"
 train hdp auto "$@"
 
