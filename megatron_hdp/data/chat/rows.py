@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_hdp.data.characters import half_pair
+
 Message = dict[str, Any]
 
 _CONVERSATION_KEYS = ("messages", "conversations", "conversation")
@@ -109,11 +111,8 @@ def require_whole_characters(text: str) -> None:
     Raises:
         BadConversationError: there is one.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start].encode("unicode_escape").decode()
-        raise BadConversationError(f"half a surrogate pair ({half}), which is no text") from None
+    if half := half_pair(text):
+        raise BadConversationError(f"half a surrogate pair ({half}), which is no text")
 
 
 def _messages_of(row: Message) -> list[Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 
 from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.characters import half_pair
 from megatron_hdp.data.extras import import_extra
 from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 from megatron_hdp.data.formats.texts import require_text
@@ -156,8 +157,12 @@ def record_of_line(
         )
     value = row.get(key) if key is not None and isinstance(row, dict) else row
     if isinstance(value, dict if key is None else str):
-        if is_lax and (damage := _half_pair_in(value)):
-            return BadRecord(f"{origin.where(number)}: {damage}", num_bytes)
+        if is_lax and (half := half_pair(_text_of(value))):
+            return BadRecord(
+                f"{origin.where(number)}: found half a surrogate pair ({half}), expected text: it "
+                "was cut within a character",
+                num_bytes,
+            )
         return Record(value, num_bytes, origin, number)
     expected, remedy = "one JSON object", ""
     if key is not None:
@@ -175,15 +180,8 @@ def _parsed(line: bytes) -> tuple[Any, bool]:
         return json.loads(line), True
 
 
-def _half_pair_in(value: Any) -> str | None:
-    """Return what is wrong with a text, or a row, that holds half a surrogate pair; else None."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start].encode("unicode_escape").decode()
-        return f"found half a surrogate pair ({half}), expected text: it was cut within a character"
-    return None
+def _text_of(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _plain(piece: Piece) -> Iterator[tuple[bytes, int]]:

@@ -108,9 +108,17 @@ def processes_in(folder: Path) -> list[psutil.Process]:
     found = []
     for one in psutil.process_iter(["cmdline", "uids"]):
         words, user = one.info["cmdline"] or [], one.info["uids"]
-        if user and user.real == os.getuid() and any(f"={folder}/{RAY}" in word for word in words):
+        if user and user.real == os.getuid() and _is_rays(one, words, folder):
             found.append(one)
     return found
+
+
+def _is_rays(process: psutil.Process, words: list[str], folder: Path) -> bool:
+    if words and words[0].startswith("ray::"):  # it has written its title over its words
+        with suppress(psutil.Error):
+            files = [Path(one.path) for one in process.open_files()]
+            return any(one.is_relative_to(folder / RAY) for one in files)
+    return any(f"={folder}/{RAY}" in word for word in words)
 
 
 def _lives(

@@ -11,10 +11,11 @@ from megatron_hdp.planner.online.filter import (
     observe,
 )
 from megatron_hdp.planner.online.seen_costs import SeenCosts
-from megatron_hdp.planner.online.speeds_file import SLOWEST, is_speed, speeds_in
+from megatron_hdp.planner.online.speeds_file import FASTEST, SLOWEST, is_speed, speeds_in
 
 __all__ = [
     "COLUMNS",
+    "FASTEST",
     "SLOWEST",
     "Corrections",
     "FilterState",

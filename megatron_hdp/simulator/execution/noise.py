@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array, Int32Array, Int64Array, UInt64Array
-from megatron_hdp.planner.online import is_speed
+from megatron_hdp.planner.online import FASTEST, SLOWEST, is_speed
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Disturbance:
             raise ValueError(f"noise is {self.noise!r}; expected a sigma from 0 to 10")
         for rank, speed in self.slow.items():
             if not is_speed(speed):
-                raise ValueError(f"speed of rank {rank} is {speed!r}; expected 1e-6 to 1e6")
+                raise ValueError(
+                    f"speed of rank {rank} is {speed!r}; expected {SLOWEST:g} to {FASTEST:g}"
+                )
 
     def speeds(self, known: Float64Array) -> Float64Array:
         """Speeds of all ranks, from those that the planner knows.

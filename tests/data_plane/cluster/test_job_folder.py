@@ -130,23 +130,33 @@ def test_what_still_works_for_a_dead_job_ends(temporary):
     """Agents of Ray do, for a minute; a user who reads the log there does not end."""
     killed, dead = job()
     kill(killed)
-    words = [["--temp-dir={}/r"], ["{}/r"], ["--temp-dir={}-of-another/r"]]
-    code = "import time; print(flush=True); time.sleep(60)"
-    agent, *others = (
+    logs = [Path(dead, "r"), Path(f"{dead}-of-another", "r")]
+    for log in logs:
+        log.mkdir(parents=True)
+        (log / "agent.log").touch()
+    code = "import sys, time; file = open(sys.argv[1]); print(flush=True); time.sleep(60)"
+    words = [  # its own, what it has open, and a word more
+        (sys.executable, "/dev/null", f"--temp-dir={dead}/r"),
+        ("ray::DashboardAgent", f"{logs[0]}/agent.log", ""),
+        (sys.executable, "/dev/null", f"{dead}/r"),
+        (sys.executable, f"{logs[0]}/agent.log", ""),
+        (sys.executable, "/dev/null", f"--temp-dir={dead}-of-another/r"),
+        ("ray::DashboardAgent", f"{logs[1]}/agent.log", ""),
+    ]
+    running = [
         subprocess.Popen(
-            [sys.executable, "-c", code, *(word.format(dead) for word in one)],
-            stdout=subprocess.PIPE,
+            [own, "-c", code, *rest], executable=sys.executable, stdout=subprocess.PIPE
         )
-        for one in words
-    )
+        for own, *rest in words
+    ]
     try:
-        for one in (agent, *others):
+        for one in running:
             one.stdout.readline()
         assert folders.remove_dead(dead)
-        assert agent.wait(60) == -signal.SIGKILL
-        assert [one.poll() for one in others] == [None, None]
+        assert [one.wait(60) for one in running[:2]] == [-signal.SIGKILL] * 2
+        assert [one.poll() for one in running[2:]] == [None] * 4
     finally:
-        for one in (agent, *others):
+        for one in running:
             kill(one)
 
 

@@ -57,7 +57,7 @@ def test_a_writer_gets_nothing_of_the_gpu():
     )
     assert (rank, file, item, queue) == (3, "file", "item", "queue")
     assert tensor.device.type == "cpu" and torch.equal(tensor, on_host)
-    with pytest.raises(NotImplementedError):  # of a tensor without memory: not silently left out
+    with pytest.raises(NotImplementedError, match="meta tensor"):  # nothing is left out silently
         Staged([on_gpu])
 
 
