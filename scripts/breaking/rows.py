@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_hdp.processes import end_with_parent
+
 Try = tuple[str, bool, str]
 """What was tried, whether it held, and a note."""
 Function = Callable[[Path], Iterable[Try]]
@@ -69,8 +71,9 @@ def run(one: Row) -> Result:
     receiver, sender = context.Pipe(duplex=False)
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="hdp-break-"))
-    process = context.Process(target=_in_process, args=(one, folder, sender))
+    process = context.Process(target=_in_process, args=(one, folder, sender, os.getpid()))
     process.start()
+    assert process.pid is not None
     sender.close()
     tries: list[Try] = []
     reason: str | None = f"the time limit of {one.limit_s:,.0f} s"
@@ -87,14 +90,18 @@ def run(one: Row) -> Result:
             tries.append(found)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.join()
         shutil.rmtree(folder, ignore_errors=True)
     return Result(one, tuple(tries), time.monotonic() - began, reason)
 
 
-def _in_process(one: Row, folder: Path, sender: "multiprocessing.connection.Connection") -> None:
+def _in_process(
+    one: Row, folder: Path, sender: "multiprocessing.connection.Connection", parent: int
+) -> None:
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    end_with_parent(parent, signal.SIGTERM)
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # bars of progress; what a row finds it sends
     reason = None
