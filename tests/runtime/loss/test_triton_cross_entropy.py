@@ -1,6 +1,8 @@
-"""The Triton kernels of the fused loss against the plain ones; Triton's interpreter on a CPU."""
+"""The Triton kernels of the fused loss against the plain ones: interpreted, compiled, on a GPU."""
 
 import importlib.util
+import re
+import subprocess
 
 import pytest
 import torch
@@ -72,6 +74,74 @@ def test_kernels_in_the_interpreter(call):
     code = f"from tests.runtime.loss.test_triton_cross_entropy import *; {call}"
     done = run_python("-c", code, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
+
+
+class Compiled:
+    """Stands for a kernel: a launch compiles it, as for its arguments, for a GPU not here."""
+
+    def __init__(self, kernel, architecture, files):
+        self._kernel, self._architecture, self._files = kernel, architecture, files
+
+    def __getitem__(self, grid):
+        return self._compile
+
+    def _compile(self, *args, num_warps, **constants):
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.runtime.jit import mangle_type
+
+        kinds = {name: "constexpr" for name in constants}
+        kinds |= dict(zip(self._kernel.arg_names, map(mangle_type, args), strict=False))
+        tensors = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        aligned = {(index,): [["tt.divisibility", 16]] for index in tensors}
+        source = ASTSource(self._kernel, kinds, constants, aligned)
+        target = GPUTarget("cuda", self._architecture, 32)
+        self._files.append(triton.compile(source, target, {"num_warps": num_warps}).asm)
+
+
+def compile_both(monkeypatch, tmp_path, dtype, width, architecture):
+    """What the compiler makes of both kernels when the loss calls them, and bytes of their stacks.
+
+    A stack holds what does not fit into registers.
+    """
+    from triton import knobs
+
+    from megatron_hdp.runtime.loss import triton_cross_entropy as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    files, cubin = [], tmp_path / "kernel.cubin"
+    for name in ("_statistics", "_gradient"):
+        kernel = Compiled(getattr(kernels, name), architecture, files)
+        monkeypatch.setattr(kernels, name, kernel)
+    columns = torch.zeros(1, dtype=torch.int64)
+    run(kernels.TritonRows(), torch.zeros(1, width, dtype=dtype), columns, torch.ones(1))
+    stacks = []
+    for one in files:
+        cubin.write_bytes(one["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
+        told = subprocess.run(command, capture_output=True, text=True, check=True)
+        stacks += map(int, re.findall(r"STACK:(\d+)", told.stdout))
+    return files, stacks
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_kernels_compile_without_a_gpu(monkeypatch, tmp_path, dtype, architecture):
+    """To machine code, by the assembler in Triton's wheel; 16 bytes at a time, all in registers."""
+    files, stacks = compile_both(monkeypatch, tmp_path, dtype, 151_936, architecture)
+    assert stacks == [0, 0]
+    for one in files:
+        assert f".target sm_{architecture}" in one["ptx"]
+        assert re.search(r"ld\.global\S*\.v4\.b32", one["ptx"])
+
+
+def test_a_kernel_that_needs_too_many_registers_is_found(monkeypatch, tmp_path):
+    from megatron_hdp.runtime.loss import triton_cross_entropy as kernels
+
+    monkeypatch.setattr(kernels, "_BLOCK", 2**16)
+    _, stacks = compile_both(monkeypatch, tmp_path, torch.bfloat16, 151_936, 90)
+    assert any(stacks)
 
 
 @pytest.mark.gpu
