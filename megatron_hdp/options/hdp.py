@@ -110,6 +110,11 @@ class HdpOptions:
         help="Maximum number of CTAs (thread blocks on the GPU) that NCCL may use for ring "
         "messages: a power of two, or 0 for NCCL's own default. Attention runs on the rest.",
     )
+    hdp_numa_binding: bool = option(
+        True,
+        help="Run a rank's threads on the CPUs of its GPU's NUMA node, where no other CPUs were "
+        "chosen for it: copies to host memory are faster.",
+    )
     hdp_float32_rings_from: int | None = option(
         None,
         minimum=2,

@@ -38,6 +38,7 @@ from megatron_hdp.runtime.attention import (
     with_own_ring,
 )
 from megatron_hdp.runtime.clocks import clock_of
+from megatron_hdp.runtime.cuda import numa, pci_address
 from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.timeline import Timeline
 
@@ -56,6 +57,8 @@ def build_executor(
             or ranks would take different ones.
     """
     device = compute_device()
+    if device.type == "cuda" and arguments.hdp_numa_binding:
+        say(f"CPUs: {numa.bind(pci_address(device.index))}")
     timeline.use(clock_of(device))
     allow_variants()
     place = rank_place(arguments)

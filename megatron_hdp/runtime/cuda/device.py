@@ -63,6 +63,21 @@ def loading_mode() -> int | None:
     return None if failed else mode.value
 
 
+def pci_address(index: int) -> str:
+    """The address of a GPU of this process by its number there, as ``/sys`` writes it.
+
+    CUDA must have started.
+    """
+    driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    text = ctypes.create_string_buffer(32)
+    error = driver.cuDeviceGet(ctypes.byref(found), index) or driver.cuDeviceGetPCIBusId(
+        text, len(text), found
+    )
+    if error:
+        raise RuntimeError(f"CUDA does not know the address of GPU {index}: error {error}")
+    return text.value.decode().lower()
+
+
 def run_of(arguments: Sequence[str]) -> Run:
     """The run that these arguments of Megatron-LM's script begin.
 

@@ -131,3 +131,20 @@ def test_a_run_looks_at_the_plan_of_its_first_step(run_ranks, tmp_path):
     ((line,),) = found
     assert line.startswith("warning: a step is planned to take 1,460 s")
     assert "expected at least 50" in line
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_a_rank_is_bound_to_its_gpus_node_before_anything_else(monkeypatch, is_bound):
+    class NothingElseYet(Exception):
+        pass
+
+    bind, said = mock.Mock(return_value="bound"), mock.Mock()
+    monkeypatch.setattr(setup, "compute_device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(setup, "pci_address", lambda index: f"0000:{index:02x}:00.0")
+    monkeypatch.setattr(setup.numa, "bind", bind)
+    monkeypatch.setattr(setup, "say", said)
+    monkeypatch.setattr(setup, "clock_of", mock.Mock(side_effect=NothingElseYet))
+    with pytest.raises(NothingElseYet):
+        setup.build_executor(replace(ARGUMENTS, hdp_numa_binding=is_bound), [], mock.Mock())
+    assert bind.mock_calls == [mock.call("0000:03:00.0")] * is_bound
+    assert said.mock_calls == [mock.call("CPUs: bound")] * is_bound

@@ -1,0 +1,74 @@
+"""A rank's threads run on the CPUs of its GPU's NUMA node, so what they pin lies beside the GPU.
+
+Memory lies on the node of the CPU that touches it first, and copies between a GPU and the other
+socket's memory are slower. All CPUs of the node are taken, not a share of them: ranks of one node
+share them, and threads that plan or load data have as much room as before.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+SYSTEM = Path("/sys")
+
+
+def bind(gpu: str, system: Path = SYSTEM) -> str:
+    """Binds this process's threads to the NUMA node of a GPU, unless somebody has chosen CPUs.
+
+    Whoever has (``torchrun --numa-binding``, numactl, Slurm, a container) is left in charge: this
+    process may then use fewer CPUs than there are. Threads with CPUs of their own keep them.
+
+    Args:
+        gpu: its PCI address, such as ``0000:dc:00.0``.
+        system: where sysfs is mounted.
+
+    Returns:
+        What was done, or why nothing was.
+    """
+    nodes = _nodes(system)
+    if len(nodes) < 2:
+        return "any CPU: there is one NUMA node"
+    number = _node_of(gpu, system)
+    if number not in nodes:
+        return (
+            f"any CPU: the machine does not say to which of its {len(nodes)} nodes the GPU belongs"
+        )
+    near, allowed = nodes[number], os.sched_getaffinity(0)
+    if allowed <= near:
+        return f"those of NUMA node {number}, as this rank's GPU, by whoever started it"
+    if allowed != set().union(*nodes.values()):
+        found = [node for node, cpus in nodes.items() if cpus & allowed]
+        return (
+            f"{len(allowed)} on NUMA nodes {found}, kept as whoever started this rank chose them; "
+            f"its GPU is on node {number} (torchrun --numa-binding=node binds to it)"
+        )
+    try:
+        os.sched_setaffinity(0, near)
+    except OSError as error:
+        return f"any: the system refuses those of the GPU's NUMA node {number} ({error})"
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # it has just ended
+            if os.sched_getaffinity(thread) == allowed:
+                os.sched_setaffinity(thread, near)
+    return f"the {len(near)} of NUMA node {number}, on which this rank's GPU is"
+
+
+def _nodes(system: Path) -> dict[int, set[int]]:
+    """The CPUs of each NUMA node that has some: a node may be memory alone."""
+    lists = (system / "devices/system/node").glob("node[0-9]*/cpulist")
+    found = {int(path.parent.name[4:]): _numbers(path.read_text()) for path in lists}
+    return {node: cpus for node, cpus in sorted(found.items()) if cpus}
+
+
+def _node_of(gpu: str, system: Path) -> int | None:
+    """The node that a GPU is on; -1 or None where the machine does not say."""
+    path = system / "bus/pci/devices" / gpu / "numa_node"
+    return int(path.read_text()) if path.exists() else None
+
+
+def _numbers(text: str) -> set[int]:
+    """``0-2,8`` gives 0, 1, 2 and 8."""
+    ends = [one.split("-") for one in text.strip().split(",") if one]
+    return {number for one in ends for number in range(int(one[0]), int(one[-1]) + 1)}
