@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from megatron_hdp.megatron.options import (
     TrainingArguments,
     expert_domain_size,
     num_model_chunks,
+    token_multiple,
 )
 from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.health import store_of_attempt
@@ -249,7 +251,7 @@ class RankPlace:
     lockstep_ranks: int
     """Consecutive HDP ranks that enter each other's communication in every layer."""
     token_multiple: int
-    """A micro-batch's tokens must be a multiple of this, so that tensor ranks can share them."""
+    """A micro-batch's tokens must be a multiple of this, see `options.token_multiple`."""
     num_model_chunks: int = 1
     """Parts of the model on this rank: chunk ``c`` is stage ``c num_stages + stage`` of all."""
 
@@ -269,8 +271,8 @@ class RankPlace:
         return self.tensor_rank == 0 and (self.is_first_stage or self.is_last_stage)
 
 
-def rank_place(arguments: TrainingArguments) -> RankPlace:
-    """This rank's place, once `initialise` has run."""
+def rank_place(arguments: TrainingArguments, config: Any = None) -> RankPlace:
+    """This rank's place, once `initialise` has run, with a model of this configuration."""
     num_tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
     return RankPlace(
         hdp_rank=hdp_rank(),
@@ -280,7 +282,7 @@ def rank_place(arguments: TrainingArguments) -> RankPlace:
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         num_tensor_ranks=num_tensor_ranks,
         lockstep_ranks=expert_domain_size(arguments),
-        token_multiple=num_tensor_ranks if arguments.sequence_parallel else 1,
+        token_multiple=token_multiple(config or arguments),
         num_model_chunks=num_model_chunks(arguments),
     )
 

@@ -1,7 +1,7 @@
 """What a gradient-equivalence case is, and the ways to its arguments and data."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +24,17 @@ from tests.support.sources import data_file, mixed_arguments, write_sources
 
 Settings = dict[str, Any]
 CHAT = 1  # its place among the sources of a mixture
+TP2 = {"tensor_model_parallel_size": 2}
+TP2_SP = TP2 | {"sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+ACROSS = {"expert_model_parallel_size": 2}
 LENGTHS = (1, 2, 30, 100, 64, 65, 7, 200, 129)
 ROOM = {"hdp_tokens_per_rank": 128, "seq_length": 200, "max_position_embeddings": 200}
+
+
+def joined(*parts: Mapping[str, Any]) -> Settings:
+    """Settings of several parts, later ones first."""
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def tiny(folder: Path, case: "Case") -> TrainingArguments:

@@ -5,30 +5,31 @@ equal those of one rank that saw the whole batch (`test_gradients.py`); with off
 bits of a step without. A new feature is a row. `QUICK` says which rows the default suite runs.
 """
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from tests.gradient_equivalence.case import (
+    ACROSS,
     LENGTHS,
+    PP2,
     PUBLISHED,
+    TP2,
+    TP2_SP,
     Case,
     Published,
     Settings,
     emptied_outputs,
+    joined,
     mixed,
     never_had_chat,
     on_the_fly,
     read_without_chat,
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
+from tests.gradient_equivalence.on_gpus import on_gpus
 from tests.gradient_equivalence.taken_over import configured, taken_over
 from tests.support.gradients import EXPERTS
 from tests.support.mla import MLA
 
-TP2 = {"tensor_model_parallel_size": 2}
-TP2_SP = TP2 | {"sequence_parallel": True}
-PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -58,11 +59,6 @@ def virtual(chunks: int, stages: int = 2) -> Settings:
     """Virtual stages with a layer each."""
     more = {"num_virtual_stages_per_pipeline_rank": chunks, "num_layers": stages * chunks}
     return more | {"pipeline_model_parallel_size": stages}
-
-
-def joined(*parts: Mapping[str, Any]) -> Settings:
-    """Settings of several parts, later ones first."""
-    return {name: value for part in parts for name, value in part.items()}
 
 
 def _dense() -> dict[str, Case]:
@@ -189,7 +185,6 @@ def _configured() -> dict[str, Case]:
 
 
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
-ACROSS = {"expert_model_parallel_size": 2}
 BIASED_EXPERTS = EXPERTS | {
     "moe_layer_freq": "[0,1]",
     "moe_shared_expert_intermediate_size": 10,
@@ -427,7 +422,7 @@ CASES: dict[str, Case] = {
     name: case
     for rows in (
         *(_dense(), _positions(), _windows(), _configured(), _mtp(), _latent_attention()),
-        *(_uneven_stages(), _experts(), _fused_loss(), _data(), _published()),
+        *(_uneven_stages(), _experts(), on_gpus(), _fused_loss(), _data(), _published()),
     )
     for name, case in rows.items()
 }
@@ -439,7 +434,7 @@ QUICK = {  # each model, layout and feature once; the other rows are slow
     *(SMOKE, "some-layers-v2", "both-tensor", "layer-scaling", "taken-over-window"),
     *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-latent-tp2-sp"),
     "uneven-virtual-empty",
-    *("moe-two-groups", "moe-shared-and-across", "moe-distributed-optimizer"),
+    *("moe-two-groups", "moe-shared-and-across", "moe-distributed-optimizer", "fp8-experts"),
     "moe-virtual-stages-across-ranks",
     *("moe-without-a-token-across", "moe-corrupt"),
     *("grouped-two-groups", "deepseek-across", "glm-stages"),

@@ -354,7 +354,8 @@ class HdpExecutor:
 
     def _activation_shape(self, micro_batch: RankMicroBatch) -> tuple[int, int, int]:
         """What passes between stages: ``[t, 1, hidden]``, shared out with sequence parallelism."""
-        num_tokens = len(micro_batch.tokens) // self.place.token_multiple
+        shares = self.place.num_tensor_ranks if self._config.sequence_parallel else 1
+        num_tokens = len(micro_batch.tokens) // shares
         return num_tokens, 1, self._config.hidden_size
 
     def _forward_step(

@@ -22,6 +22,7 @@ from megatron_hdp.megatron.options import (
     ParallelOptions,
     TrainingArguments,
     check_data,
+    check_fp8,
     check_latent_ring,
     check_layout,
     check_moe,
@@ -105,8 +106,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "log_max_attention_logit": (False, "HDP's attention keeps no logits"),
     "fp16": (False, "use --bf16"),
     "loss_scale": (None, "bfloat16 has the range of float32"),
-    "fp8": (None, "use --bf16"),
     "fp4": (None, "use --bf16"),
+    "te_precision_config_file": (None, "it gives FP8 to single layers: use --fp8-format"),
     "perform_rl_step": (False, _PRETRAINS),
     "freeze_all_layers": (False, _PRETRAINS),
     "logits_save_dir": (None, _PRETRAINS),
@@ -195,6 +196,7 @@ def check(args: argparse.Namespace) -> None:
     if is_latent:
         _check_latent_attention(args)
     check_data(args)
+    check_fp8(args, options)
     if getattr(args, "moe_grouped_gemm", False):
         _check_grouped_gemm(args.transformer_impl)
     if "moe" in (getattr(args, "recompute_modules", None) or ()):

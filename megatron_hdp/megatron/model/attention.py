@@ -6,11 +6,14 @@ micro-batch's forward again later, when another one would be current.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import fp8_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -34,6 +37,10 @@ _REFUSED = {
     "batch_invariant_mode": "how keys are split between blocks depends on the plan",
     "qk_clip": "the kernels keep no logits",
     "log_max_attention_logit": "the kernels keep no logits",
+    "fp4": "use bf16",
+    "quant_recipe": "it gives FP8 to single layers; use fp8 and fp8_recipe",
+    "fp8_dot_product_attention": "rings pass on bfloat16",
+    "fp8_multi_head_attention": "rings pass on bfloat16",
 }
 """What Megatron's core attention takes from its configuration and this one refuses, and why."""
 
@@ -146,17 +153,27 @@ class HdpCoreAttention(MegatronModule):
                 "HdpPackedSeqParams: run the model through HdpExecutor"
             )
         _refuse(attention_bias is not None, "an attention bias", "no bias")
-        out = params.attention(
-            query.squeeze(1),
-            key.squeeze(1),
-            value.squeeze(1),
-            params.layout,
-            params.comm,
-            self.scale,
-            window=self.window,
-            sink=self.softmax_offset,
-        )
+        with self._without_fp8():
+            out = params.attention(
+                query.squeeze(1),
+                key.squeeze(1),
+                value.squeeze(1),
+                params.layout,
+                params.comm,
+                self.scale,
+                window=self.window,
+                sink=self.softmax_offset,
+            )
         return out.reshape(out.shape[0], 1, -1)
+
+    def _without_fp8(self) -> AbstractContextManager[Any]:
+        """Attention stays in BF16, as it was tried at the start, whatever the layer around it."""
+        if not getattr(self.config, "fp8", None) or not fp8_utils.HAVE_TE:
+            return nullcontext()
+        library = importlib.import_module("transformer_engine.pytorch")
+        off = getattr(library, "autocast", None) or library.fp8_autocast  # the older one's name
+        context: AbstractContextManager[Any] = off(enabled=False)
+        return context
 
     def sharded_state_dict(
         self,

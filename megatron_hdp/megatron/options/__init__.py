@@ -18,6 +18,7 @@ from megatron_hdp.megatron.options.checks import (
     check_mtp,
     virtual_stage_choices,
 )
+from megatron_hdp.megatron.options.fp8_checks import check_fp8, token_multiple
 from megatron_hdp.megatron.options.groups import ParallelOptions
 from megatron_hdp.megatron.options.layer_patterns import (
     check_windows,
@@ -59,6 +60,7 @@ __all__ = [
     "build_parser",
     "check_batch_size",
     "check_data",
+    "check_fp8",
     "check_latent_ring",
     "check_layout",
     "check_mla",
@@ -89,6 +91,7 @@ __all__ = [
     "sequences_of",
     "shape_in",
     "stage_split",
+    "token_multiple",
     "tokenizer_of",
     "virtual_stage_choices",
     "vocab_size_of",

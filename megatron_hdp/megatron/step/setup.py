@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch._dynamo
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
+    check_fp8,
     cost_model_of_job,
     head_sizes,
     job_of,
@@ -54,14 +55,16 @@ def build_executor(
 
     Raises:
         ValueError: there is no attention for this device and these shapes, or not the chosen one,
-            or ranks would take different ones.
+            or ranks would take different ones; or the model has FP8 that HDP does not know.
     """
     device = compute_device()
     if device.type == "cuda" and arguments.hdp_numa_binding:
         say(f"CPUs: {numa.bind(pci_address(device.index))}")
     timeline.use(clock_of(device))
     allow_variants()
-    place = rank_place(arguments)
+    config = get_model_config(chunks[0])
+    check_fp8(config, arguments)
+    place = rank_place(arguments, config)
     comm = new_ring_comm(arguments, timeline)
     shapes = _shapes_of(arguments, place)
     attention = select_attention(shapes, arguments.hdp_attention, comm)

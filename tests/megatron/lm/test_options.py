@@ -9,6 +9,7 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_hdp.megatron.lm import options
+from megatron_hdp.megatron.options import token_multiple
 from megatron_hdp.options import OptionError
 from tests.support.processes import run_python
 
@@ -120,6 +121,10 @@ def test_everything_on_the_list_is_refused(name):
     assert why in str(info.value)
 
 
+TE_LAYERS = {"transformer_impl": "transformer_engine", "fp8": "hybrid"}
+TENSORWISE = TE_LAYERS | {"fp8_recipe": "tensorwise"}
+BLOCKWISE = TE_LAYERS | {"fp8_recipe": "blockwise"}
+TWO = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SELECTIVE = {"recompute_granularity": "selective"}
 RAMP = {"rampup_batch_size": [2, 2, 8]}
 UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
@@ -138,6 +143,18 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
         ("", {"recompute_modules": ["core_attn", "moe"]}, "--recompute-modules moe does not go"),
         ("", SELECTIVE | {"recompute_modules": ["moe_act"]}, "moe_act: found no TransformerEngine"),
         ("", SELECTIVE | {"recompute_modules": ["mlp"]}, "mlp: found biases"),
+        ("", TE_LAYERS | {"fp8_recipe": "delayed"}, "delayed does not go .* needs tensorwise or b"),
+        ("", TE_LAYERS | {"fp8_recipe": "mxfp8"}, "mxfp8 does not go .* Blackwell"),
+        ("", TE_LAYERS | {"fp8_recipe": "custom"}, "custom does not go .* HDP does not know it"),
+        (
+            "",
+            TENSORWISE | {"transformer_impl": "local"},
+            "-impl local: expected transform",
+        ),
+        ("", TENSORWISE | {"fp8_param_gather": True}, "--fp8-param-gather does not go with"),
+        ("--hdp-offload auto", TENSORWISE, "--hdp-offload auto with --fp8-format: expected off"),
+        ("--hdp-tokens-per-rank 120", TENSORWISE, "120 is not a multiple of 16, .* give 112"),
+        ("", BLOCKWISE | TWO, "128 is not a multiple of 256, .* give 256"),
         # what Megatron-LM's script reads and leaves out
         ("", {"position_embedding_type": "yarn"}, "expected 0.19 or newer"),
         ("", UNSCALED, "--rope-scaling-factor: found 32.0, expected 8"),
@@ -148,6 +165,15 @@ def test_refusals_together(flags, megatrons, message):
     with pytest.raises(OptionError, match=message):
         options.check(on(flags, **megatrons))
     options.check(off(**megatrons))
+
+
+@pytest.mark.parametrize("fp8", [TENSORWISE, BLOCKWISE, TENSORWISE | TWO])
+def test_fp8_scaled_by_the_tensor_or_its_blocks_is_taken(fp8):
+    padded = "first_last_layers_bf16", "moe_router_padding_for_fp8"
+    options.check(on(**fp8, **dict.fromkeys(padded, True)))
+    args = on(**fp8, num_experts=None)
+    options.check_derived(args)
+    assert token_multiple(args) == {1: 16, 2: 32}[args.tensor_model_parallel_size]
 
 
 def test_what_is_on_and_off_by_halves_is_refused():

@@ -1,11 +1,15 @@
 """HDP's attention in the place of Megatron's: its sink, and latents over other layers' kind."""
 
 import ast
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from megatron.core import fp8_utils
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -13,7 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building, mla
-from megatron_hdp.megatron.model.attention import HdpCoreAttention
+from megatron_hdp.megatron.model.attention import HdpCoreAttention, HdpPackedSeqParams
+from tests.support import te_wheel
 from tests.support.gradients import tiny_arguments, write_corpus
 
 
@@ -51,7 +56,11 @@ USED = {
     "apply_query_key_layer_scaling",  # changes nothing
 }
 REFUSED = {"attention_dropout": 0.1, "context_parallel_size": 2} | dict.fromkeys(
-    ("fp16", "batch_invariant_mode", "qk_clip", "log_max_attention_logit"), True
+    (
+        *("fp16", "batch_invariant_mode", "qk_clip", "log_max_attention_logit", "fp4"),
+        *("fp8_dot_product_attention", "fp8_multi_head_attention", "quant_recipe"),
+    ),
+    True,
 )
 BUILT_WITH = {
     *("config", "layer_number", "attn_mask_type", "attention_type", "softmax_scale"),
@@ -129,6 +138,54 @@ def test_a_scale_is_used_and_a_mask_that_is_not_causal_refused():
     built(config, AttnMaskType.padding_causal)
     with pytest.raises(ValueError, match="no_mask; use a causal one"):
         built(config, AttnMaskType.no_mask)
+
+
+@pytest.mark.parametrize("name", ["autocast", "fp8_autocast"])
+def test_attention_is_left_out_of_fp8(monkeypatch, name):
+    """By either name that TransformerEngine has had for it."""
+    is_on = [True]
+
+    @contextmanager
+    def autocast(enabled=True):
+        is_on.append(enabled)
+        yield
+        is_on.pop()
+
+    library = SimpleNamespace(**{name: autocast})
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", library)
+    monkeypatch.setattr(fp8_utils, "HAVE_TE", True)
+    assert seen_by_attention(lambda: is_on[-1]) == [True, False] and is_on == [True]
+
+
+def seen_by_attention(look):
+    """What is seen within attention, of a configuration without FP8 and of one with it."""
+    config, seen, q = TransformerConfig(**SMALL), [], torch.ones(3, 1, 4, 4)
+    params = mock.create_autospec(HdpPackedSeqParams, instance=True, attention=None)
+    params.layout = params.comm = None
+    params.attention = lambda q, *_, **how: seen.append(look()) or q
+    for config.fp8 in (None, "hybrid"):
+        found = built(config)(q, q, q, None, packed_seq_params=params)
+        assert found.shape == (3, 1, 16)
+    return seen
+
+
+def in_fp8_of_the_library(library):
+    """Body of a rank: whether FP8 is on in attention and after it, as it was."""
+    te_wheel.load(library)
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
+
+    is_there = mock.patch.object(fp8_utils, "HAVE_TE", True)
+    with is_there, te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+        seen = seen_by_attention(State.is_fp8_enabled)
+        return [*seen, State.is_fp8_enabled(), State.get_fp8_recipe().float8_current_scaling()]
+
+
+@pytest.mark.slow
+def test_transformer_engines_own_fp8_is_off_in_attention_alone(run_ranks, tmp_path):
+    found = run_ranks(1, in_fp8_of_the_library, te_wheel.unpack(tmp_path))
+    assert found == [[True, False, True, True]]
 
 
 def fused_projection(normalization, gamma_is_centred):
