@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,20 +25,17 @@ from megatron.core.pipeline_parallel.schedules import (
     get_schedule_table,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
+from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, arrays_of
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
 from megatron_hdp.megatron.execution.schedule_timers import noting_compute
-from megatron_hdp.megatron.finite import norm
-from megatron_hdp.megatron.model import FurtherTokens, HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.host_to_device import with_arrays_ahead
-from megatron_hdp.runtime.loss import LossSums, token_sum_loss
-from megatron_hdp.runtime.offload import ActivationOffload, MicroBatchStash, saved_bytes
+from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm, PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
 from megatron_hdp.runtime.timeline import (
@@ -89,40 +86,6 @@ class RankOutcome:
         return self.until_sync_s - self.ring_wait_s - self.pipeline_wait_s
 
 
-@dataclass
-class StepInProgress:
-    """What a step is given and has found so far, for what Megatron's schedule calls back.
-
-    The gradient's path: each micro-batch's forward (`HdpExecutor._forward_step`) leaves its loss in
-    `losses`, its backward the norm of what reached the embedding in `gradient_norms`. Behind the
-    last backward `HdpExecutor._finalize` notes `reached_sync`, sums over ranks and divides.
-    """
-
-    num_sources: int = 1
-    learns: bool = False
-    """Whether backward follows each forward."""
-    own_loss: OwnLoss | None = None
-    mtp_weights: tuple[float, ...] = ()
-    """Of the sum of losses at each depth behind the label."""
-    losses: list[torch.Tensor] = field(default_factory=list)
-    gradient_norms: list[torch.Tensor] = field(default_factory=list)
-    reached_sync: Any = None
-    """When this rank reached gradient sync, by its timeline."""
-
-    def __post_init__(self) -> None:
-        device = compute_device()
-        self.source_losses = torch.zeros(self.num_sources, dtype=torch.float64, device=device)
-        self.mtp_losses: list[Any] = [0.0] * len(self.mtp_weights)
-
-    def note_gradient(self, embedding: Any, inputs: Any, embedded: torch.Tensor) -> None:
-        """Watches for the gradient of one micro-batch's embedding.
-
-        Backward follows in the order of forward, so norms stand in that of micro-batches.
-        """
-        if embedded.requires_grad:
-            embedded.register_hook(lambda gradient: self.gradient_norms.append(norm(gradient)))
-
-
 class HdpExecutor:
     """Executes the micro-batches of one HDP rank.
 
@@ -155,6 +118,7 @@ class HdpExecutor:
             timeline=self.timeline,
             num_parts=len(chunks),
         )
+        self._model_pass = ModelPass(place, comm, attention, self.offload, fused_loss)
         device = compute_device()
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._config = config = get_model_config(chunks[0])
@@ -344,13 +308,13 @@ class HdpExecutor:
         """Micro-batches with their tensors on the device, each copied while the one before runs."""
         own_loss = step.own_loss if self.place.is_last_stage else None
 
-        def arrays_of(micro_batch: RankMicroBatch) -> Arrays:
-            given = _arrays_of(micro_batch)
+        def all_arrays_of(micro_batch: RankMicroBatch) -> Arrays:
+            given = arrays_of(micro_batch)
             added = {} if own_loss is None else own_loss.arrays(micro_batch)
             assert not given.keys() & added.keys(), "a loss names its arrays anew"
             return {**given, **added}
 
-        return with_arrays_ahead(micro_batches, arrays_of, compute_device(), self._copy_stream)
+        return with_arrays_ahead(micro_batches, all_arrays_of, compute_device(), self._copy_stream)
 
     def _activation_shape(self, micro_batch: RankMicroBatch) -> tuple[int, int, int]:
         """What passes between stages: ``[t, 1, hidden]``, shared out with sequence parallelism."""
@@ -361,84 +325,17 @@ class HdpExecutor:
     def _forward_step(
         self, step: StepInProgress, micro_batches: Any, model: torch.nn.Module
     ) -> tuple[Any, Any]:
-        micro_batch: RankMicroBatch
-        tensors: dict[str, torch.Tensor]
         micro_batch, tensors = next(micro_batches)
-        layout = TokenLayout(
+        return self._model_pass(step, micro_batch, tensors, self._layout(micro_batch), model)
+
+    def _layout(self, micro_batch: RankMicroBatch) -> TokenLayout:
+        return TokenLayout(
             ring=micro_batch.ring,
             index=micro_batch.ring.index(self.place.hdp_rank),
             ring_slices=micro_batch.ring_slices,
             local_lengths=micro_batch.local_lengths,
             device=compute_device(),
         )
-        sums = LossSums(tensors["sources"], step.source_losses)
-        params = HdpPackedSeqParams(
-            qkv_format="sbhd",
-            layout=layout,
-            positions=tensors["positions"],
-            sequence_index=tensors["sequence_index"],
-            comm=self.comm,
-            attention=self.attention,
-            loss_sums=sums,
-            is_whole_loss=step.learns,
-        )
-        further = params.further = self._further(step, tensors)
-        own_loss = step.own_loss
-        if own_loss is not None:
-            params.loss_head = partial(own_loss.of, micro_batch, tensors)
-        targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
-        # without gradients nothing is saved
-        ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
-        with (
-            self.offload.micro_batch(ratio, len(micro_batch.tokens)) as stash,
-            _emptied_kept(stash),
-        ):
-            # the last stage's loss or logits, else activations for the next stage
-            output = model(
-                tensors["tokens"][None],
-                tensors["positions"][None],
-                None,
-                packed_seq_params=params,
-                **(targets if self.fused_loss and own_loss is None else {}),
-            )
-        return output, partial(self._loss, step, sums=sums, further=further, **targets)
-
-    def _further(
-        self, step: StepInProgress, tensors: dict[str, torch.Tensor]
-    ) -> FurtherTokens | None:
-        """What MTP layers predict, on the last stage of a step that learns it."""
-        weights = step.mtp_weights
-        if not weights or not self.place.is_last_stage:
-            return None
-        shape = (len(weights), -1)
-        behind = tensors["further_labels"].view(shape)
-        return FurtherTokens(
-            torch.cat([tensors["labels"][None], behind]),
-            tensors["further_mask"].view(shape),
-            weights,
-        )
-
-    def _loss(
-        self,
-        step: StepInProgress,
-        output: torch.Tensor,
-        labels: torch.Tensor,
-        loss_mask: torch.Tensor,
-        sums: LossSums,
-        further: FurtherTokens | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        loss = output
-        if not self.fused_loss:
-            group = parallel_state.get_tensor_model_parallel_group()
-            group = group if group.size() > 1 else None
-            loss = token_sum_loss(output, labels, loss_mask, group, sums)
-        of_labels = loss.detach()
-        if further is not None and further.label_loss is not None:
-            of_labels = further.label_loss
-            for depth, of_depth in enumerate(further.losses):
-                step.mtp_losses[depth] = step.mtp_losses[depth] + of_depth
-        step.losses.append(of_labels)
-        return loss, loss_mask.sum().to(torch.int), {}
 
     def _finalize(
         self,
@@ -457,42 +354,3 @@ class HdpExecutor:
             finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / divisor)
-
-
-def _arrays_of(micro_batch: RankMicroBatch) -> Arrays:
-    """What of a micro-batch goes to the device, ``[t]`` each; of padding the source is 0."""
-    sources = np.array([*micro_batch.sources, 0])  # padding's index is -1, and it has no loss
-    return {
-        "tokens": micro_batch.tokens,
-        "labels": micro_batch.labels,
-        "positions": micro_batch.positions,
-        "sequence_index": micro_batch.sequence_index,
-        "sources": sources[micro_batch.sequence_index],
-        "loss_mask": micro_batch.loss_mask,
-        "further_labels": micro_batch.further_labels,
-        "further_mask": micro_batch.further_mask,
-    }
-
-
-@contextmanager
-def _emptied_kept(stash: MicroBatchStash | None) -> Iterator[None]:
-    """Within it the stash keeps what Megatron's recomputation of parts will empty.
-
-    The outputs of some ``--recompute-modules`` are emptied in forward, once the next module has
-    used them, and filled again before its backward.
-    """
-    if stash is None:
-        yield
-        return
-    checkpoint = CheckpointWithoutOutput.checkpoint
-
-    def noting(self: CheckpointWithoutOutput, *args: Any) -> Any:
-        found = checkpoint(self, *args)
-        stash.keep(self.outputs or ())
-        return found
-
-    CheckpointWithoutOutput.checkpoint = noting
-    try:
-        yield
-    finally:
-        CheckpointWithoutOutput.checkpoint = checkpoint

@@ -21,7 +21,8 @@ from packaging.version import Version
 from megatron_hdp.cli.checking import job_of
 from megatron_hdp.data.steps import padding_micro_batch
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.execution.executor import StepInProgress
+from megatron_hdp.megatron.execution import HdpExecutor
+from megatron_hdp.megatron.execution.model_pass import StepInProgress
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner.memory.activations import (
@@ -92,7 +93,7 @@ EXPERTS = {
 EXPERTS["recomputed"] = EXPERTS["shared-gated"] | BF16 | recomputing("layernorm", "shared_experts")
 
 
-EXECUTOR, STEP, EXAMPLE = StepInProgress.__module__, StepInProgress, padding_micro_batch
+EXECUTOR, STEP, EXAMPLE = HdpExecutor.__module__, StepInProgress, padding_micro_batch
 
 
 @emptied_outputs()

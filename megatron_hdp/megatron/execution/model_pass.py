@@ -1,0 +1,194 @@
+"""One micro-batch on its way through a model chunk: what attention is told, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+
+from megatron_hdp.data.steps import RankMicroBatch
+from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
+from megatron_hdp.megatron.finite import norm
+from megatron_hdp.megatron.model import FurtherTokens, HdpPackedSeqParams
+from megatron_hdp.megatron.parallel import RankPlace, compute_device
+from megatron_hdp.runtime.attention import AttentionBackend
+from megatron_hdp.runtime.loss import LossSums, token_sum_loss
+from megatron_hdp.runtime.offload import ActivationOffload, MicroBatchStash
+from megatron_hdp.runtime.ring import RingComm, TokenLayout
+
+
+@dataclass
+class StepInProgress:
+    """What a step is given and has found so far, for what Megatron's schedule calls back.
+
+    The gradient's path: each micro-batch's forward (`ModelPass`) leaves its loss in
+    `losses`, its backward the norm of what reached the embedding in `gradient_norms`. Behind the
+    last backward `HdpExecutor._finalize` notes `reached_sync`, sums over ranks and divides.
+    """
+
+    num_sources: int = 1
+    learns: bool = False
+    """Whether backward follows each forward."""
+    own_loss: OwnLoss | None = None
+    mtp_weights: tuple[float, ...] = ()
+    """Of the sum of losses at each depth behind the label."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    gradient_norms: list[torch.Tensor] = field(default_factory=list)
+    reached_sync: Any = None
+    """When this rank reached gradient sync, by its timeline."""
+
+    def __post_init__(self) -> None:
+        device = compute_device()
+        self.source_losses = torch.zeros(self.num_sources, dtype=torch.float64, device=device)
+        self.mtp_losses: list[Any] = [0.0] * len(self.mtp_weights)
+
+    def note_gradient(self, embedding: Any, inputs: Any, embedded: torch.Tensor) -> None:
+        """Watches for the gradient of one micro-batch's embedding.
+
+        Backward follows in the order of forward, so norms stand in that of micro-batches.
+        """
+        if embedded.requires_grad:
+            embedded.register_hook(lambda gradient: self.gradient_norms.append(norm(gradient)))
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """Forward of a micro-batch through a model chunk of this rank."""
+
+    place: RankPlace
+    comm: RingComm
+    attention: AttentionBackend
+    offload: ActivationOffload
+    fused_loss: bool
+
+    def __call__(
+        self,
+        step: StepInProgress,
+        micro_batch: RankMicroBatch,
+        tensors: dict[str, torch.Tensor],
+        layout: TokenLayout,
+        model: torch.nn.Module,
+    ) -> tuple[Any, Any]:
+        """What the model makes of it, and what makes a loss of that, as Megatron's schedule asks.
+
+        Args:
+            step: of the micro-batch.
+            micro_batch: whose tokens run.
+            tensors: `arrays_of` the micro-batch on the device.
+            layout: of the tokens.
+            model: a chunk of it.
+        """
+        sums = LossSums(tensors["sources"], step.source_losses)
+        params = HdpPackedSeqParams(
+            qkv_format="sbhd",
+            layout=layout,
+            positions=tensors["positions"],
+            sequence_index=tensors["sequence_index"],
+            comm=self.comm,
+            attention=self.attention,
+            loss_sums=sums,
+            is_whole_loss=step.learns,
+        )
+        further = params.further = self._further(step, tensors)
+        own_loss = step.own_loss
+        if own_loss is not None:
+            params.loss_head = partial(own_loss.of, micro_batch, tensors)
+        targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
+        # without gradients nothing is saved
+        ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
+        with (
+            self.offload.micro_batch(ratio, len(micro_batch.tokens)) as stash,
+            _emptied_kept(stash),
+        ):
+            # the last stage's loss or logits, else activations for the next stage
+            output = model(
+                tensors["tokens"][None],
+                tensors["positions"][None],
+                None,
+                packed_seq_params=params,
+                **(targets if self.fused_loss and own_loss is None else {}),
+            )
+        return output, partial(self._loss, step, sums=sums, further=further, **targets)
+
+    def _further(
+        self, step: StepInProgress, tensors: dict[str, torch.Tensor]
+    ) -> FurtherTokens | None:
+        """What MTP layers predict, on the last stage of a step that learns it."""
+        weights = step.mtp_weights
+        if not weights or not self.place.is_last_stage:
+            return None
+        shape = (len(weights), -1)
+        behind = tensors["further_labels"].view(shape)
+        return FurtherTokens(
+            torch.cat([tensors["labels"][None], behind]),
+            tensors["further_mask"].view(shape),
+            weights,
+        )
+
+    def _loss(
+        self,
+        step: StepInProgress,
+        output: torch.Tensor,
+        labels: torch.Tensor,
+        loss_mask: torch.Tensor,
+        sums: LossSums,
+        further: FurtherTokens | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        loss = output
+        if not self.fused_loss:
+            group = parallel_state.get_tensor_model_parallel_group()
+            group = group if group.size() > 1 else None
+            loss = token_sum_loss(output, labels, loss_mask, group, sums)
+        of_labels = loss.detach()
+        if further is not None and further.label_loss is not None:
+            of_labels = further.label_loss
+            for depth, of_depth in enumerate(further.losses):
+                step.mtp_losses[depth] = step.mtp_losses[depth] + of_depth
+        step.losses.append(of_labels)
+        return loss, loss_mask.sum().to(torch.int), {}
+
+
+def arrays_of(micro_batch: RankMicroBatch) -> Arrays:
+    """What of a micro-batch goes to the device, ``[t]`` each; of padding the source is 0."""
+    sources = np.array([*micro_batch.sources, 0])  # padding's index is -1, and it has no loss
+    return {
+        "tokens": micro_batch.tokens,
+        "labels": micro_batch.labels,
+        "positions": micro_batch.positions,
+        "sequence_index": micro_batch.sequence_index,
+        "sources": sources[micro_batch.sequence_index],
+        "loss_mask": micro_batch.loss_mask,
+        "further_labels": micro_batch.further_labels,
+        "further_mask": micro_batch.further_mask,
+    }
+
+
+@contextmanager
+def _emptied_kept(stash: MicroBatchStash | None) -> Iterator[None]:
+    """Within it the stash keeps what Megatron's recomputation of parts will empty.
+
+    The outputs of some ``--recompute-modules`` are emptied in forward, once the next module has
+    used them, and filled again before its backward.
+    """
+    if stash is None:
+        yield
+        return
+    checkpoint = CheckpointWithoutOutput.checkpoint
+
+    def noting(self: CheckpointWithoutOutput, *args: Any) -> Any:
+        found = checkpoint(self, *args)
+        stash.keep(self.outputs or ())
+        return found
+
+    CheckpointWithoutOutput.checkpoint = noting
+    try:
+        yield
+    finally:
+        CheckpointWithoutOutput.checkpoint = checkpoint
