@@ -126,20 +126,35 @@ class FlatPlan:
     positions: Int64Array | None = None
     """Place of each micro-batch in the lists of all its ranks, from 0; places between are padding.
     None: it is the next one of each rank."""
+    num_parts: Int64Array | None = None
+    """Parts in which each micro-batch runs, see ``planner.parts``; None: all run whole."""
+    linear_tokens: float = 0.0
+    """Where parts are cut: what a token takes besides attention, in keys that it could see."""
     summary: Mapping[str, float] = field(default_factory=dict)
     """Figures for people, by the names of ``serialisation.SUMMARY_KEYS``."""
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():
             object.__setattr__(self, name, frozen(getattr(self, name), dtype))
-        if self.positions is not None:
-            object.__setattr__(self, "positions", frozen(self.positions, np.int64))
+        for name in _OPTIONAL:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, frozen(getattr(self, name), np.int64))
+        if self.num_parts is None or (self.num_parts == 1).all():
+            object.__setattr__(self, "num_parts", None)
+            object.__setattr__(self, "linear_tokens", 0.0)
         object.__setattr__(self, "summary", MappingProxyType(dict(self.summary)))
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of all ranks together."""
         return len(self.rank_offsets) - 1
+
+    @property
+    def parts_of_each(self) -> Int64Array:
+        """Parts of each micro-batch, 1 of those that run whole."""
+        if self.num_parts is None:
+            return np.ones(self.num_micro_batches, dtype=np.int64)
+        return self.num_parts
 
     def micro_batch(self, m: int) -> MicroBatch:
         """Micro-batch ``m`` of the launch order."""
@@ -181,7 +196,9 @@ class FlatPlan:
         digest = hashlib.blake2b(digest_size=8)
         scalars = [self.num_ranks, self.tokens_per_rank, self.slice_multiple]
         digest.update(" ".join([*map(str, scalars), self.strategy]).encode())
-        given = {} if self.positions is None else {"positions": np.int64}
+        given = {name: np.int64 for name in _OPTIONAL if getattr(self, name) is not None}
+        if self.num_parts is not None:
+            digest.update(f" {self.linear_tokens!r}".encode())
         for name, dtype in (_ARRAYS | given).items():
             array = getattr(self, name)
             digest.update(f"\n{name} {array.size} ".encode())
@@ -200,3 +217,4 @@ _ARRAYS: dict[str, type[np.generic]] = {
     "local_ranks": np.int32,
     "offload_ratios": np.float64,
 }
+_OPTIONAL = ("positions", "num_parts")

@@ -18,6 +18,8 @@ PLAN_KEYS = {
     "tokens_per_rank": "Capacity C: tokens that a rank holds in one micro-batch.",
     "strategy": "What made the plan.",
     "slice_multiple": "A chunk of a sequence is padded to a multiple of this; 1 if left out.",
+    "linear_tokens": "Says where parts of micro-batches are cut: what a token takes besides "
+    "attention, in keys that it could see instead; left out where all run whole.",
     "sequence_lengths": "Tokens of each sequence of the global batch; a sequence's number is its "
     "place here, from 0.",
     "micro_batches": "All micro-batches in one global launch order.",
@@ -32,6 +34,7 @@ MICRO_BATCH_KEYS = {
     "offload_ratio": "Share of the activations that goes to host memory, 0 to 1.",
     "position": "Its place in the lists of all its ranks, from 0, in plans for experts across HDP "
     "ranks: places without a micro-batch are padding. Left out: it is the next one of each rank.",
+    "parts": "Parts in which it runs, cut so that they take equal time. Left out: it runs whole.",
 }
 """What the keys of a micro-batch mean."""
 
@@ -52,7 +55,7 @@ LOCKSTEP_KEYS = {
 }
 """What a summary says besides where HDP ranks share experts; times are those of lockstep then."""
 
-_OPTIONAL = {"slice_multiple", "summary", "local", "position"}
+_OPTIONAL = {"slice_multiple", "linear_tokens", "summary", "local", "position", "parts"}
 
 
 def to_json(plan: FlatPlan) -> bytes:
@@ -65,6 +68,8 @@ def to_json(plan: FlatPlan) -> bytes:
     }
     if plan.slice_multiple != 1:
         data["slice_multiple"] = plan.slice_multiple
+    if plan.num_parts is not None:
+        data["linear_tokens"] = plan.linear_tokens
     data["sequence_lengths"] = plan.lengths.tolist()
     data["micro_batches"] = [_micro_batch_to_json(plan, m) for m in range(plan.num_micro_batches)]
     data["summary"] = dict(plan.summary)
@@ -79,6 +84,8 @@ def _micro_batch_to_json(plan: FlatPlan, m: int) -> dict[str, Any]:
     data["offload_ratio"] = micro_batch.offload_ratio
     if plan.positions is not None:
         data["position"] = int(plan.positions[m])
+    if plan.num_parts is not None and plan.num_parts[m] > 1:
+        data["parts"] = int(plan.num_parts[m])
     return data
 
 
@@ -105,6 +112,7 @@ def fields_from_json(text: bytes | str) -> dict[str, Any]:
         "slice_multiple": _positive("slice_multiple", data.get("slice_multiple", 1)),
         "strategy": _string("strategy", data["strategy"]),
         "lengths": _integers("sequence_lengths", data["sequence_lengths"]),
+        "linear_tokens": _number("linear_tokens", data.get("linear_tokens", 0.0)),
         "summary": _summary(data.get("summary", {})),
         **_micro_batches(data["micro_batches"]),
     }
@@ -134,6 +142,7 @@ def _micro_batches(items: Any) -> dict[str, Any]:
         "local_sequences": list(itertools.chain.from_iterable(local_sequences)),
         "offload_ratios": ratios,
         "positions": _positions(items),
+        "num_parts": _num_parts(items),
     }
 
 
@@ -153,6 +162,13 @@ def _positions(items: list[Any]) -> list[int] | None:
                 ">= 0"
             )
     return [item["position"] for item in items]
+
+
+def _num_parts(items: list[Any]) -> list[int] | None:
+    if not any("parts" in item for item in items):
+        return None
+    where = "micro_batches[{}].parts"
+    return [_positive(where.format(m), item.get("parts", 1)) for m, item in enumerate(items)]
 
 
 def _local_pairs(where: str, local: Any) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Checks a plan against its rules, whoever made it: shape, cover, fit, order."""
 
+import math
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -86,6 +87,8 @@ def _check_micro_batches(plan: FlatPlan) -> None:
             m = run.start + owner[_first(falls)]
             raise PlanError("shape", f"local_ranks of micro-batch {m} are not ascending")
     _check_ratios(plan.offload_ratios, num_micro_batches)
+    if plan.num_parts is not None:
+        _check_parts(plan.num_parts, plan.linear_tokens, num_micro_batches)
 
 
 def _check_ratios(ratios: Float64Array, num_micro_batches: int) -> None:
@@ -98,6 +101,18 @@ def _check_ratios(ratios: Float64Array, num_micro_batches: int) -> None:
         raise PlanError(
             "shape", f"offload ratio of micro-batch {m} is {ratios[m]}; expected 0 to 1"
         )
+
+
+def _check_parts(num_parts: Int64Array, linear_tokens: float, num_micro_batches: int) -> None:
+    if num_parts.shape != (num_micro_batches,):
+        raise PlanError(
+            "shape", f"num_parts has {num_parts.size} entries; expected {num_micro_batches}"
+        )
+    m = _first_where(len(num_parts), lambda run: num_parts[run] < 1)
+    if m is not None:
+        raise PlanError("shape", f"micro-batch {m} runs in {num_parts[m]} parts; expected >= 1")
+    if not 0 <= linear_tokens < math.inf:
+        raise PlanError("shape", f"linear_tokens is {linear_tokens}; expected at least 0")
 
 
 def _check_cover(plan: FlatPlan) -> None:

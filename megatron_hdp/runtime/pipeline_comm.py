@@ -38,7 +38,7 @@ class _Arriving:
         if self._tensor is None or self._work is None:
             return
         with self._timeline.span(PIPELINE_WAIT):
-            _wait_for_stage(self._work)
+            wait_for_stage(self._work)
         self._tensor.requires_grad_()
 
     def tensor(self) -> torch.Tensor | None:
@@ -86,7 +86,7 @@ class _Messages:
         if leaving:
             with self._timeline.span(PIPELINE_WAIT):
                 for work, _ in leaving:
-                    _wait_for_stage(work)
+                    wait_for_stage(work)
         return _Arriving(received, works[-1] if shape is not None else None, self._timeline)
 
     def finish(self) -> None:
@@ -94,7 +94,7 @@ class _Messages:
         with self._timeline.span(PIPELINE_WAIT):
             while self._leaving:
                 work, _ = self._leaving.pop()
-                _wait_for_stage(work)
+                wait_for_stage(work)
 
 
 class _Circle(_Messages):
@@ -273,7 +273,7 @@ class InterleavedComm(Stages):
         return received.with_handle("recv_next") if overlap_p2p_comm else received.tensor()
 
 
-def _wait_for_stage(work: dist.Work) -> None:
+def wait_for_stage(work: dist.Work) -> None:
     """Says what failed if a message of another stage does not come."""
     try:
         work.wait()

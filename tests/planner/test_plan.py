@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -127,7 +128,7 @@ def one(**changes: object) -> dict[str, object]:
         (one(offload_ratio="x"), r"micro_batches\[0\]\.offload_ratio is 'x'; expected a number"),
         (one(local={"-1": [0]}), r"micro_batches\[0\]\.local has the key '-1'; expected a rank"),
         ({"summary": {"efficiency": None}}, "summary.efficiency is None; expected a number"),
-        ({"colour": 1}, "unknown key 'colour'; expected micro_batches, num_ranks"),
+        ({"colour": 1}, "unknown key 'colour'; expected linear_tokens, micro_batches"),
     ],
 )
 def test_malformed_json_is_refused(change: dict[str, object], message: str) -> None:
@@ -144,3 +145,33 @@ def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match=r"plan\.json: plan: plan is \[\]; expected an object"):
         Plan.load(path)
+
+
+def test_a_plan_in_parts_is_another_plan_and_comes_back_from_json() -> None:
+    whole, parts = small_plan(), small_plan(num_parts=[4, 1, 2], linear_tokens=2048.0)
+    assert small_plan(num_parts=[1, 1, 1], linear_tokens=5.0).fingerprint() == whole.fingerprint()
+    others = [small_plan(num_parts=[4, 1, 3], linear_tokens=2048.0)]
+    others.append(small_plan(num_parts=[4, 1, 2], linear_tokens=2049.0))
+    assert len({one.fingerprint() for one in (whole, parts, *others)}) == 4
+    again = Plan.from_json(parts.to_json())
+    assert again.fingerprint() == parts.fingerprint()
+    assert [one.get("parts") for one in orjson.loads(parts.to_json())["micro_batches"]] == [
+        4,
+        None,
+        2,
+    ]
+    assert b"parts" not in whole.to_json() and whole.parts_of_each.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_parts": [2, 2]}, "num_parts has 2 entries; expected 3"),
+        ({"num_parts": [2, 0, 1]}, "micro-batch 1 runs in 0 parts"),
+        ({"num_parts": [2, 1, 1], "linear_tokens": -1.0}, "linear_tokens is -1.0"),
+        ({"num_parts": [2, 1, 1], "linear_tokens": float("nan")}, "linear_tokens is nan"),
+    ],
+)
+def test_senseless_parts_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        small_plan(**changes).validate()

@@ -8,7 +8,7 @@ predicts further tokens: they lie on another rank, and in the file behind the ch
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.steps.share import RankShare
 from megatron_hdp.planner import chunk_tokens
 from megatron_hdp.planner.lockstep import PADDING
+from megatron_hdp.planner.parts import Piece, cut_in_parts
 from megatron_hdp.planner.slices import chunks_of
 
 FEWEST_TOKENS = 2
@@ -23,12 +24,30 @@ FEWEST_TOKENS = 2
 and TransformerEngine cannot tell memory layouts apart by its stride."""
 
 
+class Part(NamedTuple):
+    """What a part of a micro-batch holds on a rank: ring slices first, then what is whole there.
+
+    Its pieces are next in the micro-batch's `ring_slices` and `local_lengths`.
+    """
+
+    num_ring_slices: int
+    num_local: int
+    """Padding that belongs to no sequence counts as one, the last."""
+    continues_ring: bool
+    """Whether its first ring slice is of the sequence that the part before ends with."""
+    continues_local: bool
+    """Likewise, its first sequence without a ring."""
+    padding: int
+    """Tokens at its end that belong to no sequence."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankMicroBatch:
-    """One rank's part of one micro-batch; ring slices first, then whole sequences.
+    """One rank's share of one micro-batch; ring slices first, then whole sequences.
 
     Padding stands at the end of its sequence: token 0, label 0, no loss, positions counting on.
-    Padding that belongs to no sequence is one more whole sequence at the end.
+    Padding that belongs to no sequence is one more whole sequence at the end. Where it runs in
+    parts (`planner.parts`), tokens lie part by part, and a slice or length is that of a piece.
     """
 
     tokens: Int64Array
@@ -44,6 +63,8 @@ class RankMicroBatch:
     """Padded tokens of each ring sequence's slice here: head chunk, tail chunk, of equal size."""
     local_lengths: tuple[int, ...]
     """Padded tokens of each whole sequence here."""
+    parts: tuple[Part, ...] = ()
+    """In the order of their tokens; empty where it runs whole."""
     sequence_ids: tuple[int, ...] = ()
     """Places in the step's sequences, ring slices first, then whole sequences."""
     sources: tuple[int, ...] = ()
@@ -58,19 +79,19 @@ class RankMicroBatch:
     further_mask: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     """``[K t]`` likewise: whether it carries loss."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(Part(*one) for one in self.parts))
+
     def drop(self, sequence_ids: Collection[int]) -> None:
         """Take the tokens, labels and loss of these sequences out, as if they were padding."""
-        begin = 0
-        lengths = self.ring_slices + self.local_lengths
-        for sequence, length in zip(self.sequence_ids, lengths, strict=False):
-            if sequence in sequence_ids:
-                for array in (self.tokens, self.labels, self.loss_mask):
-                    array[begin : begin + length] = 0
-                for further in (self.further_labels, self.further_mask):
-                    if len(further):
-                        further.reshape(-1, len(self.tokens))[:, begin : begin + length] = 0
-                self.sequence_index[begin : begin + length] = -1
-            begin += length
+        places = [i for i, one in enumerate(self.sequence_ids) if one in sequence_ids]
+        gone = np.isin(self.sequence_index, places)
+        for array in (self.tokens, self.labels, self.loss_mask):
+            array[gone] = 0
+        for further in (self.further_labels, self.further_mask):
+            if len(further):
+                further.reshape(-1, len(self.tokens))[:, gone] = 0
+        self.sequence_index[gone] = -1
 
 
 class TokenSource(Protocol):
@@ -122,7 +143,8 @@ def pieces_of(share: RankShare, num_further: int = 0) -> Pieces:
         _piece(run, share, num_further)
         for slot in range(share.num_slots)
         if share.indices[slot] != PADDING
-        for run in _slot_runs(share, slot)[0]
+        for part in _parts_of(share, slot)
+        for run in part.runs
     ]
     table = [
         (one.source, one.row, one.start, one.count, one.num_labelled) for one in found if one.count
@@ -137,44 +159,44 @@ def read_micro_batch(
     fewest = FEWEST_TOKENS * reader.token_multiple
     if share.indices[slot] == PADDING:
         return padding_micro_batch(share.hdp_rank, fewest, reader.num_further)
-    runs, chunks, wholes = _slot_runs(share, slot)
     begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
-
-    num_tokens = sum(run.num_tokens for run in runs)
-    excess = max(-num_tokens % reader.token_multiple, fewest - num_tokens)
-    tokens, labels, positions = np.zeros((3, num_tokens + excess), dtype=np.int64)
-    loss_mask = np.zeros(num_tokens + excess, dtype=np.bool_)
+    parts = _parts_of(share, slot)
+    for part in parts:
+        part.pad(reader.token_multiple, fewest)
+    num_tokens = sum(part.num_tokens for part in parts)
+    tokens, labels, positions = np.zeros((3, num_tokens), dtype=np.int64)
+    loss_mask = np.zeros(num_tokens, dtype=np.bool_)
+    sequence_index = np.full(num_tokens, -1, dtype=np.int64)
     further = reader.num_further
-    further_labels = np.zeros((further, num_tokens + excess), dtype=np.int64)
-    further_mask = np.zeros((further, num_tokens + excess), dtype=np.bool_)
-    positions[num_tokens:] = np.arange(excess)
+    further_labels = np.zeros((further, num_tokens), dtype=np.int64)
+    further_mask = np.zeros((further, num_tokens), dtype=np.bool_)
     corrupt: list[int] = []
     first = 0
-    for run in runs:
-        here = slice(first, first + run.num_tokens)
-        positions[here] = np.arange(run.first, run.first + run.num_tokens)
-        piece = _piece(run, share, further)
-        if reader.reads_mask and piece.num_labelled:
-            trained = source.is_trained(
-                piece.source, piece.row, piece.start, piece.start + piece.num_labelled
-            )
-            for mask, of_depth in _by_depth(trained, here, loss_mask, further_mask):
-                mask[:] = of_depth
-        if reader.reads_tokens and piece.num_held:
-            read = source.tokens(piece.source, piece.row, piece.start, piece.count)
-            tokens[here][: piece.num_held] = read[: piece.num_held]
-            behind = read[1 : piece.num_labelled + 1]
-            for array, of_depth in _by_depth(behind, here, labels, further_labels):
-                array[:] = of_depth
-            sequence_id = int(share.ids[run.i])
-            is_good = read.min() >= 0 and read.max() < reader.vocab_size
-            if not is_good and sequence_id not in corrupt:
-                corrupt.append(sequence_id)
-        first = here.stop
-    sequence_index = np.full(num_tokens + excess, -1, dtype=np.int64)
-    places = np.arange(end - begin).repeat([2 * chunk for chunk in chunks] + wholes)
-    is_real = positions[:num_tokens] < share.lengths[begin:end][places]
-    sequence_index[:num_tokens][is_real] = places[is_real]
+    for part in parts:
+        for run in part.runs:
+            here = slice(first, first + run.num_tokens)
+            first = here.stop
+            positions[here] = np.arange(run.first, run.first + run.num_tokens)
+            piece = _piece(run, share, further)
+            sequence_index[here][: piece.num_held] = run.i - begin
+            if reader.reads_mask and piece.num_labelled:
+                trained = source.is_trained(
+                    piece.source, piece.row, piece.start, piece.start + piece.num_labelled
+                )
+                for mask, of_depth in _by_depth(trained, here, loss_mask, further_mask):
+                    mask[:] = of_depth
+            if reader.reads_tokens and piece.num_held:
+                read = source.tokens(piece.source, piece.row, piece.start, piece.count)
+                tokens[here][: piece.num_held] = read[: piece.num_held]
+                behind = read[1 : piece.num_labelled + 1]
+                for array, of_depth in _by_depth(behind, here, labels, further_labels):
+                    array[:] = of_depth
+                sequence_id = int(share.ids[run.i])
+                is_good = read.min() >= 0 and read.max() < reader.vocab_size
+                if not is_good and sequence_id not in corrupt:
+                    corrupt.append(sequence_id)
+        positions[first : first + part.padding] = np.arange(part.padding)
+        first += part.padding
     return RankMicroBatch(
         tokens=tokens,
         labels=labels,
@@ -182,8 +204,9 @@ def read_micro_batch(
         loss_mask=loss_mask,
         sequence_index=sequence_index,
         ring=share.ring_of(slot),
-        ring_slices=tuple(2 * chunk for chunk in chunks),
-        local_lengths=(*wholes, excess) if excess else tuple(wholes),
+        ring_slices=tuple(size for part in parts for size in part.ring_slices),
+        local_lengths=tuple(size for part in parts for size in part.local_lengths),
+        parts=tuple(part.told() for part in parts) if len(parts) > 1 else (),
         sequence_ids=tuple(share.ids[begin:end].tolist()),
         sources=tuple(share.sources[begin:end].tolist()),
         index=int(share.indices[slot]),
@@ -230,21 +253,64 @@ class _Run:
     num_tokens: int
 
 
-def _slot_runs(share: RankShare, slot: int) -> tuple[list[_Run], list[int], list[int]]:
-    """Return a slot's runs, and tokens of a chunk of each ring sequence and of each whole one."""
+@dataclass
+class _Part:
+    """A slot's runs of one part, and the padded tokens of its slices and whole sequences."""
+
+    runs: list[_Run]
+    ring_slices: list[int]
+    local_lengths: list[int]
+    continues_ring: bool
+    continues_local: bool
+    padding: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens, padding included."""
+        return sum(self.ring_slices) + sum(self.local_lengths)
+
+    def pad(self, multiple: int, fewest: int) -> None:
+        """Add padding that belongs to no sequence."""
+        self.padding = max(-self.num_tokens % multiple, fewest - self.num_tokens)
+        if self.padding:
+            self.local_lengths.append(self.padding)
+
+    def told(self) -> Part:
+        """Return what a micro-batch says of it."""
+        sizes = len(self.ring_slices), len(self.local_lengths)
+        return Part(*sizes, self.continues_ring, self.continues_local, self.padding)
+
+
+def _parts_of(share: RankShare, slot: int) -> list[_Part]:
+    """Return what a slot holds, part by part; of one that runs whole the only part."""
     ring = share.ring_of(slot)
     begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
     border = begin + int(share.num_sharded[slot])
-    multiple = share.slice_multiple
-    sharded, whole = share.lengths[begin:border].tolist(), share.lengths[border:end].tolist()
-    chunks = [chunk_tokens(length, len(ring), multiple) for length in sharded]
-    wholes = [chunk_tokens(length, 1, multiple) for length in whole]
-    runs = []
+    multiple, num_parts = share.slice_multiple, int(share.num_parts[slot])
+    sharded, whole = (
+        cut_in_parts(share.lengths[these].tolist(), num_parts, unit, share.linear_tokens)
+        for these, unit in (
+            (slice(begin, border), 2 * len(ring) * multiple),
+            (slice(border, end), multiple),
+        )
+    )
     head, tail = chunks_of(ring.index(share.hdp_rank), len(ring))
-    for i, chunk in enumerate(chunks, begin):
-        runs += [_Run(i, head * chunk, chunk), _Run(i, tail * chunk, chunk)]
-    runs += [_Run(i, 0, size) for i, size in enumerate(wholes, border)]
-    return runs, chunks, wholes
+    parts = []
+    for of_ring, of_rank in zip(sharded, whole, strict=True):
+        runs, slices, lengths = [], [], []
+        for i, first, stop in of_ring:
+            chunk = chunk_tokens(stop - first, len(ring), multiple)
+            slices.append(2 * chunk)
+            runs += [_Run(begin + i, first + one * chunk, chunk) for one in (head, tail)]
+        for i, first, stop in of_rank:
+            lengths.append(chunk_tokens(stop - first, 1, multiple))
+            runs.append(_Run(border + i, first, lengths[-1]))
+        parts.append(_Part(runs, slices, lengths, _continues(of_ring), _continues(of_rank)))
+    return parts
+
+
+def _continues(pieces: list[Piece]) -> bool:
+    return bool(pieces) and pieces[0].first > 0
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,12 @@ class RankShare:
     slice_multiple: int
     ends_together: bool
     """See `planner.lockstep.end_together`."""
+    linear_tokens: float
+    """See `FlatPlan.linear_tokens`."""
     indices: Int64Array
     """Of each slot's micro-batch in the plan; `PADDING` for padding."""
+    num_parts: Int64Array
+    """In how many parts each slot runs."""
     offload_ratios: Float64Array
     ring_offsets: Int64Array
     ring: Int64Array
@@ -136,6 +140,7 @@ class StepShares:
         columns = {name: getattr(self._step, name)[ids] for name in _COLUMNS}
         num_sharded = np.where(sizes > 1, num_sequences, 0)
         ratios = np.where(is_padding, 0.0, plan.offload_ratios[m])
+        num_parts = np.where(is_padding, 1, plan.parts_of_each[m])
 
         slot_offsets, of_rings, of_ids = _offsets(counts), _offsets(sizes), _offsets(totals)
         shares = []
@@ -147,7 +152,9 @@ class StepShares:
                     hdp_rank=rank,
                     slice_multiple=plan.slice_multiple,
                     ends_together=bool(self._end_together[rank]),
+                    linear_tokens=plan.linear_tokens,
                     indices=indices[here],
+                    num_parts=num_parts[here],
                     offload_ratios=ratios[here],
                     ring_offsets=of_rings[begin : end + 1] - of_rings[begin],
                     ring=ring[of_rings[begin] : of_rings[end]],
@@ -201,7 +208,7 @@ def work_of(share: RankShare, cost_model: CostModel, num_stages: int = 1) -> Flo
     return np.array([attention, linear, float(share.num_slots)])
 
 
-_ARRAYS = tuple(one.name for one in fields(RankShare))[3:]
+_ARRAYS = tuple(one.name for one in fields(RankShare))[4:]
 _KINDS = (np.uint8, np.int32)
 
 
@@ -212,6 +219,7 @@ class PackedShares:
     hdp_ranks: tuple[int, ...]
     slice_multiples: tuple[int, ...]
     end_together: tuple[bool, ...]
+    linear_tokens: tuple[float, ...]
     sizes: bytes
     """``int32[arrays, ranks]``: how much of each column is each rank's."""
     columns: tuple[tuple[str, bytes], ...]
@@ -230,6 +238,7 @@ class PackedShares:
             tuple(one.hdp_rank for one in shares),
             tuple(one.slice_multiple for one in shares),
             tuple(one.ends_together for one in shares),
+            tuple(one.linear_tokens for one in shares),
             np.array(sizes, dtype=np.int32).tobytes(),
             tuple(columns),
         )
@@ -247,7 +256,12 @@ class PackedShares:
         return [
             RankShare(*scalars, **arrays)  # type: ignore[arg-type]
             for *scalars, arrays in zip(
-                self.hdp_ranks, self.slice_multiples, self.end_together, found, strict=True
+                self.hdp_ranks,
+                self.slice_multiples,
+                self.end_together,
+                self.linear_tokens,
+                found,
+                strict=True,
             )
         ]
 

@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as functional
 
 from megatron_hdp.runtime.kernels import AttentionKernel, Block, Forward
-from megatron_hdp.runtime.ring.attention import (
-    _accumulator,
-    _block,
-    _merge,
-    _parts,
-    _travelling_kv,
-)
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import TokenLayout
+from megatron_hdp.runtime.ring.travelling import (
+    Found,
+    accumulator,
+    block_at,
+    gradients_of_travelling,
+    merge,
+    travelling_kv,
+)
 
 
 class LatentRing:
@@ -85,18 +86,18 @@ class _LatentRing(torch.autograd.Function):
         own = Block(segments, segments, causal=True)
         projection = _Projection(weight, q, rotated)
         if layout.ring_slices:
-            blocks = _travelling_kv(latent[ring], rotated[ring], layout, comm)
+            blocks = travelling_kv(latent[ring], rotated[ring], layout, comm)
             next(blocks)  # our own latents leave while we attend to their keys
         k, v = projection.keys_and_values(latent, rotated)
         out, lse = kernel.forward(q, k, v, own, scale)
         del k, v
         if layout.ring_slices:
-            total, total_lse = _accumulator(out[ring]), lse[ring].clone()
+            total, total_lse = accumulator(out[ring]), lse[ring].clone()
             for step, (latents, turned) in blocks:
-                rows, kv_rows, block = _block(layout, step)
+                rows, kv_rows, block = block_at(layout, step)
                 k, v = projection.keys_and_values(latents[kv_rows], turned[kv_rows])
                 block_out, block_lse = kernel.forward(q[ring][rows], k, v, block, scale)
-                _merge(total, total_lse, rows, block_out, block_lse)
+                merge(total, total_lse, rows, block_out, block_lse)
             out[ring], lse[ring] = total, total_lse
         ctx.save_for_backward(q, latent, rotated, weight, out, lse)
         ctx.layout, ctx.comm, ctx.kernel, ctx.scale = layout, comm, kernel, scale
@@ -110,35 +111,29 @@ class _LatentRing(torch.autograd.Function):
         own = Block(segments, segments, causal=True)
         projection = _Projection(weight, q, rotated, learns=ctx.needs_input_grad[3])
         if layout.ring_slices:
-            blocks = _travelling_kv(latent[ring], rotated[ring], layout, comm)
+            blocks = travelling_kv(latent[ring], rotated[ring], layout, comm)
             next(blocks)
         k, v = projection.keys_and_values(latent, rotated)
         dq, dk, dv = kernel.backward(dout, Forward(q, k, v, out, lse), own, scale)
         dlatent, drotated = projection.gradients(dk, dv, latent)
         del k, v, dk, dv
         if layout.ring_slices:
-            dq_total = _accumulator(dq[ring])
+            dq_total = accumulator(dq[ring])
             mine = latent[ring], rotated[ring]
-            passing = dq_total.new_zeros(sum(part.numel() for part in mine))
-            spare, arriving = torch.empty_like(passing), None
-            for step, (latents, turned) in blocks:
-                rows, kv_rows, block = _block(layout, step)
+
+            def found_in(step: int, latents: torch.Tensor, turned: torch.Tensor) -> Found:
+                rows, kv_rows, block = block_at(layout, step)
                 seen = latents[kv_rows]
                 k, v = projection.keys_and_values(seen, turned[kv_rows])
                 dout_s, q_s, out_s, lse_s = (x[ring][rows] for x in (dout, q, out, lse))
                 whole = Forward(q_s, k, v, out_s, lse_s)
                 dq_block, dk, dv = kernel.backward(dout_s, whole, block, scale)
                 dq_total[rows] += dq_block
-                found = projection.gradients(dk, dv, seen)
-                # to what the members before us found for these latents, add ours
-                if arriving is not None:
-                    passing, spare = arriving.wait(), passing
-                for total, part in zip(_parts(passing, *mine), found, strict=True):
-                    total[kv_rows] += part
-                arriving = comm.pass_on(passing, layout.ring, layout.index, into=spare)
-            assert arriving is not None, "a ring has at least two members"
+                return kv_rows, *projection.gradients(dk, dv, seen)
+
+            totals = gradients_of_travelling(blocks, *mine, layout, comm, found_in)
             dq[ring] = dq_total
-            for own, total in zip((dlatent, drotated), _parts(arriving.wait(), *mine), strict=True):
+            for own, total in zip((dlatent, drotated), totals, strict=True):
                 own[ring] += total
         gradients = dq, dlatent.to(latent.dtype), drotated.to(rotated.dtype), projection.dweight
         return (*gradients, None, None, None, None)

@@ -221,5 +221,5 @@ def test_packed_small_numbers_take_few_bytes():
     shares = shares_of()
     packed = PackedShares.of(shares)
     num_bytes = len(packed.sizes) + sum(len(contents) for _, contents in packed.columns)
-    arrays = [array for one in shares for array in list(vars(one).values())[3:]]
+    arrays = [array for one in shares for array in list(vars(one).values())[4:]]
     assert num_bytes < sum(one.nbytes for one in arrays) / 2
