@@ -11,6 +11,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+class EveryRankError(ValueError):
+    """A mistake that every rank raises in the same place, so that none waits for another."""
+
+
 def gathered(value: T) -> list[T]:
     """The values of all ranks of the job, by rank; every rank must call this."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -38,7 +42,7 @@ def on_every_rank(action: Callable[[], T], device: torch.device) -> T:
     Every rank must call this.
 
     Raises:
-        ValueError: on every rank, with the message of the first one that raised it.
+        EveryRankError: on every rank, with the message of the first one that raised it.
     """
     outcome = outcome_of(action)
     (refused,) = largest([outcome[1] is not None], device)
@@ -46,7 +50,7 @@ def on_every_rank(action: Callable[[], T], device: torch.device) -> T:
         messages = gathered(outcome[1])
         rank = next(i for i, one in enumerate(messages) if one is not None)
         where = "" if len(set(messages)) == 1 else f"rank {rank}: "
-        raise ValueError(f"{where}{messages[rank]}")
+        raise EveryRankError(f"{where}{messages[rank]}")
     return outcome[0]  # type: ignore[return-value]
 
 
@@ -54,12 +58,12 @@ def on_first_rank(action: Callable[[], T], device: torch.device) -> T:
     """What an action gives on the first rank, where alone it runs; every rank must call this.
 
     Raises:
-        ValueError: on every rank, with the message of the first rank's.
+        EveryRankError: on every rank, with the message of the first rank's.
     """
     outcome = outcome_of(action) if dist.get_rank() == 0 else (None, None)
     result, problem = from_first_rank(outcome, device)
     if problem is not None:
-        raise ValueError(problem)
+        raise EveryRankError(problem)
     return result  # type: ignore[return-value]
 
 

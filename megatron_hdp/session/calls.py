@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_hdp.runtime.gathering import EveryRankError
 from megatron_hdp.session.losses import FromHidden, FromLogProbs
 from megatron_hdp.session.objectives import name_of
 
@@ -45,7 +46,7 @@ def require_result(temperature: object, dtype: object, to: object) -> None:
 def divisor_of(given: float | None, loss_tokens: int) -> float:
     """The divisor of a step: by default its tokens with loss, of which there must be one."""
     if not loss_tokens:
-        raise ValueError(
+        raise EveryRankError(
             "found no token with loss in the batch, expected at least one: a sequence's first "
             "token is predicted by nothing, and loss_mask may take out the others"
         )

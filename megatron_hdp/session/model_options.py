@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from megatron_hdp.megatron.options import TrainingArguments, check_layout
-from megatron_hdp.options import HdpOptions, OptionError
+from megatron_hdp.megatron.options import ParallelOptions, TrainingArguments, check_layout
+from megatron_hdp.options import HdpOptions, OptionError, check_values
 
 _RENAMED = {
     "num_experts": "num_moe_experts",
@@ -23,7 +23,13 @@ _OF_HDP = {item.name for item in fields(HdpOptions)}
 
 
 def arguments_of_model(
-    config: Any, ddp_config: Any, *, seq_length: int, tied_embeddings: bool, **of_hdp: Any
+    config: Any,
+    ddp_config: Any,
+    *,
+    seq_length: int,
+    tied_embeddings: bool,
+    stall_timeout_seconds: float | None = None,
+    **of_hdp: Any,
 ) -> TrainingArguments:
     """The options of a run of such a model.
 
@@ -32,6 +38,7 @@ def arguments_of_model(
         ddp_config: its ``DistributedDataParallelConfig``.
         seq_length: tokens of the longest sequence.
         tied_embeddings: whether embedding and output share their weights.
+        stall_timeout_seconds: see `ParallelOptions`; without it nobody watches over ranks.
         of_hdp: fields of `HdpOptions`; ``hdp_tokens_per_rank`` must be among them.
 
     Raises:
@@ -73,6 +80,7 @@ def arguments_of_model(
             "untie_embeddings_and_output_weights": not tied_embeddings,
             "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
             "overlap_grad_reduce": ddp_config.overlap_grad_reduce,
+            "stall_timeout_seconds": stall_timeout_seconds,
             "seq_length": seq_length,
             "max_position_embeddings": seq_length,
             "global_batch_size": 1,
@@ -81,6 +89,7 @@ def arguments_of_model(
         }
         | of_hdp
     )
+    check_values(ParallelOptions(stall_timeout_seconds=stall_timeout_seconds))  # type: ignore[arg-type]
     HdpOptions(**{name: getattr(arguments, name) for name in _OF_HDP}).validate(
         global_batch_size=1, attention_dropout=arguments.attention_dropout, train_iters=1
     )

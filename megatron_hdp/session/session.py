@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.data.steps import RankMicroBatch, StepShares, plan_by, read_micro_batch
+from megatron_hdp.data.steps import RankMicroBatch, RankShare, StepShares, plan_by, read_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.weights import load_weights
 from megatron_hdp.megatron.execution import OwnLoss, RankOutcome
@@ -28,7 +28,7 @@ from megatron_hdp.megatron.step import (
     reader_of,
 )
 from megatron_hdp.planner import Plan
-from megatron_hdp.runtime.gathering import on_every_rank
+from megatron_hdp.runtime.gathering import EveryRankError, on_every_rank
 from megatron_hdp.runtime.health import fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import Timeline
 from megatron_hdp.session.batch import CheckedBatch, TokenBatch
@@ -43,6 +43,7 @@ from megatron_hdp.session.outcome import (
     summed,
     totals_of,
 )
+from megatron_hdp.session.watch import Watch, watched
 
 
 class HdpSession:
@@ -79,7 +80,8 @@ class HdpSession:
         _require_known(arguments)
         self.arguments = arguments
         self.chunks = list(chunks)
-        self._executor = build_executor(arguments, self.chunks, Timeline())
+        timeline = Timeline()
+        self._executor = build_executor(arguments, self.chunks, timeline)
         self.place = self._executor.place
         self.cost_model = cost_model_of(arguments, self._executor)
         self._vocab_size = vocab_size
@@ -91,6 +93,7 @@ class HdpSession:
             "vocabulary": vocab_size,
         }
         require_agreement(facts, parallel.compute_device())
+        self._watch = Watch(arguments, timeline)
         self._has_joined = self._has_groups = self._is_released = False
         self._changes: Changes | None = None
 
@@ -130,6 +133,7 @@ class HdpSession:
         vocab_size: int,
         seq_length: int,
         hdp_tokens_per_rank: int,
+        stall_timeout_seconds: float | None = None,
         **options: Any,
     ) -> HdpSession:
         """A session over a GPT that was built by other means from Megatron's classes.
@@ -145,6 +149,8 @@ class HdpSession:
             vocab_size: token ids must be below this.
             seq_length: tokens of the longest sequence.
             hdp_tokens_per_rank: capacity: tokens that a rank can hold in one micro-batch.
+            stall_timeout_seconds: for which ranks may wait in a call for one that makes no
+                progress; the others end, too, if one fails. Without it no heartbeat runs.
             options: others of HDP's, by the names of `HdpOptions`: ``hdp_strategy="naive"``.
 
         Raises:
@@ -159,6 +165,7 @@ class HdpSession:
                 seq_length=seq_length,
                 tied_embeddings=first.share_embeddings_and_output_weights,
                 hdp_tokens_per_rank=hdp_tokens_per_rank,
+                stall_timeout_seconds=stall_timeout_seconds,
                 **options,
             )
             session = cls(arguments, chunks, vocab_size=vocab_size)
@@ -177,9 +184,11 @@ class HdpSession:
         release the latest first.
         """
         if self._changes is not None:
+            self._watch.end()
             self._changes.undo()
             self._changes, self._is_released = None, True
 
+    @watched(ValueError)
     def load_weights(self, folder: str | os.PathLike[str], optimizer: Any = None) -> None:
         """Loads the weights of the latest checkpoint in a folder, whatever layout saved it.
 
@@ -221,6 +230,7 @@ class HdpSession:
         """
         return plan_by(self._settings, self._checked(batch).lengths)
 
+    @watched(EveryRankError)
     def step(
         self,
         batch: TokenBatch | Sequence[Any],
@@ -248,18 +258,19 @@ class HdpSession:
             ValueError: on every rank: a batch, loss or plan that cannot be run; a loss that raised
                 on any rank.
             DisagreementError: ranks hold different batches, plans, losses or divisors.
+            RankFailure: communication failed, or a call before; names the rank to blame.
             NonFiniteError: the loss or a gradient is NaN or infinite.
         """
         require = partial(require_loss, loss, divisor)
         call = ("step", kind_of(loss), divisor, forward_only)
-        checked, made = self._agreed(batch, plan, require, *call)
+        checked, made, share = self._agreed(batch, plan, require, *call)
         objective = WeightedNll(checked) if loss is None else OwnFunction(checked, loss)
         loss_tokens = int(checked.num_loss_tokens(objective.shift).sum())
         divisor = divisor_of(divisor, loss_tokens)
         parameters = loss.parameters if isinstance(loss, FromHidden) else ()
         if not forward_only:
             self._clear_gradients(parameters)
-        micro_batches, outcome = self._run(checked, made, divisor, objective, forward_only)
+        micro_batches, outcome = self._run(checked, share, divisor, objective, forward_only)
         sums = {}
         if isinstance(objective, OwnFunction):
             objective.require_run(parallel.compute_device())
@@ -281,6 +292,7 @@ class HdpSession:
             offloaded_bytes=int(job["offloaded_bytes"]),
         )
 
+    @watched(EveryRankError)
     def log_probs(
         self,
         batch: TokenBatch | Sequence[Any],
@@ -312,9 +324,10 @@ class HdpSession:
             NonFiniteError: one of them is NaN or infinite.
         """
         require = partial(require_result, temperature, dtype, to)
-        checked, made = self._agreed(batch, plan, require, "log_probs", temperature, str(dtype), to)
+        call = ("log_probs", temperature, str(dtype), to)
+        checked, _, share = self._agreed(batch, plan, require, *call)
         objective = LogProbs(checked, float(temperature))
-        micro_batches, outcome = self._run(checked, made, 1.0, objective, True)
+        micro_batches, outcome = self._run(checked, share, 1.0, objective, True)
         job = totals_of(outcome, self.place, False)
         require_finite_loss(job["loss"], micro_batches, outcome.losses)
         found = torch.zeros(len(checked.token_ids), dtype=dtype)
@@ -328,7 +341,8 @@ class HdpSession:
         return checked.per_sequence(found.cpu()) if parallel.is_first_rank() else None
 
     def close(self) -> None:
-        """Ends what `from_flags` began; the model stays."""
+        """Ends what `from_flags` began, and the heartbeats; the model stays."""
+        self._watch.end()
         if self._has_groups:
             parallel.finish()
         if self._has_joined:
@@ -346,13 +360,13 @@ class HdpSession:
         plan: Plan | None,
         require: Callable[[], object],
         *call: object,
-    ) -> tuple[CheckedBatch, Plan]:
-        """The batch and its plan, once all ranks hold the same and are about to do the same.
+    ) -> tuple[CheckedBatch, Plan, RankShare]:
+        """Batch, plan and this rank's share, once all ranks hold the same and will do the same.
 
         `require` raises a ValueError if the call's other arguments are wrong.
         """
 
-        def prepared() -> tuple[CheckedBatch, Plan]:
+        def prepared() -> tuple[CheckedBatch, Plan, RankShare]:
             require()
             if self._is_released:
                 raise ValueError(
@@ -360,10 +374,11 @@ class HdpSession:
                     "another by HdpSession.of_model"
                 )
             checked = self._checked(batch)
-            return checked, self._usable(plan, checked)
+            made = self._usable(plan, checked)
+            return checked, made, self._share(checked, made)
 
         device = parallel.compute_device()
-        checked, made = on_every_rank(prepared, device)
+        checked, made, share = on_every_rank(prepared, device)
         facts = {
             "what is called": fingerprint(call),
             "number of sequences": len(checked.lengths),
@@ -372,7 +387,7 @@ class HdpSession:
         }
         require_agreement(facts, device)
         require_agreement(checked.fingerprints(), device)
-        return checked, made
+        return checked, made, share
 
     def _usable(self, plan: Plan | None, checked: CheckedBatch) -> Plan:
         if plan is None:
@@ -387,15 +402,8 @@ class HdpSession:
         plan.validate(num_layers=self.cost_model.num_layers)
         return plan
 
-    def _run(
-        self,
-        checked: CheckedBatch,
-        plan: Plan,
-        divisor: float,
-        objective: OwnLoss,
-        forward_only: bool,
-    ) -> tuple[tuple[RankMicroBatch, ...], RankOutcome]:
-        """This rank's micro-batches, once they have run."""
+    def _share(self, checked: CheckedBatch, plan: Plan) -> RankShare:
+        """This rank's part of a step."""
         settings = self._settings
         (share,) = StepShares(
             checked.step(),
@@ -404,6 +412,17 @@ class HdpSession:
             lockstep_ranks=settings.lockstep_ranks,
             group_size=settings.pipeline.group_size,
         ).of([self.place.hdp_rank])
+        return share
+
+    def _run(
+        self,
+        checked: CheckedBatch,
+        share: RankShare,
+        divisor: float,
+        objective: OwnLoss,
+        forward_only: bool,
+    ) -> tuple[tuple[RankMicroBatch, ...], RankOutcome]:
+        """This rank's micro-batches, once they have run."""
         micro_batches = tuple(
             read_micro_batch(share, slot, self._reader, checked) for slot in range(share.num_slots)
         )

@@ -36,7 +36,7 @@ def of_further_tokens(session):
 
 def cases_of(batch):
     """By name: what is called with a session, the kind of error and words of its message."""
-    value, two = "ValueError", "DisagreementError"
+    value, two = "EveryRankError", "DisagreementError"  # the former is a ValueError
     short = [*batch.weights[:2], batch.weights[2][1:]]
     nan = with_entry(batch.weights, 1, 3, np.nan)
     nothing = [np.zeros(n, dtype=bool) for n in LENGTHS]

@@ -34,6 +34,7 @@ from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
 from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
+from megatron_hdp.runtime.gathering import EveryRankError
 from megatron_hdp.runtime.host_to_device import with_arrays_ahead
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm, PipelineComm
@@ -164,11 +165,11 @@ class HdpExecutor:
             further_weights: of the sum of losses at each depth behind the label, if there are any.
 
         Raises:
-            ValueError: a loss of the caller's own where the model has others; on every rank.
+            EveryRankError: a loss of the caller's own where the model has others.
         """
         more = getattr(self._config, "mtp_num_layers", None)
         if own_loss is not None and more:
-            raise ValueError(
+            raise EveryRankError(
                 f"found mtp_num_layers {more}, expected none: a loss of the caller's own begins at "
                 "the hidden states of the next token, so MTP layers would learn nothing; build the "
                 "model without them"

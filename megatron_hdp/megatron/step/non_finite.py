@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_hdp.megatron.finite import named_parameters, non_finite
-from megatron_hdp.runtime.gathering import gathered
+from megatron_hdp.runtime.gathering import EveryRankError, gathered
 
 _SHOWN_MICRO_BATCHES = 8
 
 
-class NonFiniteError(ValueError):
+class NonFiniteError(EveryRankError):
     """A step's loss or gradient is NaN or infinite; raised on every rank before weights change."""
 
 

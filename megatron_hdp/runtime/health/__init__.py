@@ -10,6 +10,7 @@ from megatron_hdp.runtime.health.agreement import (
     require_agreement,
 )
 from megatron_hdp.runtime.health.attempt import store_of_attempt, tell_torchrun
+from megatron_hdp.runtime.health.calls import CallsHeartbeat
 from megatron_hdp.runtime.health.heartbeat import (
     Heartbeat,
     RankFailure,
@@ -18,6 +19,7 @@ from megatron_hdp.runtime.health.heartbeat import (
 from megatron_hdp.runtime.health.signals import StopSignals
 
 __all__ = [
+    "CallsHeartbeat",
     "DisagreementError",
     "Heartbeat",
     "RankFailure",

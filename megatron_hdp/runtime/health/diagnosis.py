@@ -33,6 +33,8 @@ class Status:
     none, or nobody knows."""
     device_age_s: float = 0.0
     """For how long that is known."""
+    is_free: bool = False
+    """True between two calls of a session: it may take as long as it likes."""
 
     def to_json(self) -> str:
         """The status as the store keeps it."""
@@ -96,11 +98,13 @@ def stalled_ranks(heard: Sequence[Heard], patience_s: float) -> str | None:
     Args:
         heard: what is known of each rank, by rank.
         patience_s: a rank that does not wait must have begun or ended something within this time.
-            Where all wait, none must have: one that has is only between two things.
+            Where all wait, none must have: one that has is only between two things. 0 once nobody
+            can wait any longer, not even for those that are free.
     """
     known = {rank: found.status for rank, found in enumerate(heard) if found.status is not None}
     busy = [rank for rank, status in known.items() if not status.waits]
-    stalled = [rank for rank in busy if known[rank].still_s >= patience_s]
+    late = [rank for rank in busy if known[rank].still_s >= patience_s]
+    stalled = [rank for rank in late if not patience_s or not known[rank].is_free]
     gets_on = any(status.still_s < patience_s for status in known.values())
     if not stalled and (busy or gets_on):
         return None

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import Self
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -156,7 +157,7 @@ class Heartbeat:
         stall_timeout_s: float,
         slow_timeout_s: float,
         asked_to_end: Callable[[], bool] = lambda: False,
-    ) -> Heartbeat:
+    ) -> Self:
         """The heartbeat of this rank of torch.distributed's default group, over its store."""
         return cls(
             timeline,
@@ -173,7 +174,7 @@ class Heartbeat:
         self._step = step
         self._steps_begun += 1
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> Self:
         self._watched = threading.get_ident()
         self._others = HeartbeatStore(
             self._store, self._rank, self._world_size, self._interval_s, self._sample()
@@ -190,21 +191,24 @@ class Heartbeat:
         stack: TracebackType | None,
     ) -> None:
         with self._decision:  # from here on, the watching thread does not end the process
-            reason = None
-            if error is not None and is_communication_error(error):
-                reason = self._explain()
-            elif error is not None:
-                who = name_of(self._rank, self._others.status)
-                self._tell(f"{who} failed: {type(error).__name__}: {_first_line(error)}")
+            failure = None if error is None else self._told(error)
             self._leave()
             self._thread.join()
-        if error is not None and reason is not None:
-            raise RankFailure(f"{reason} [{_first_line(error)}]") from error
+        if failure is not None:
+            raise failure from error
+
+    def _told(self, error: BaseException) -> RankFailure | None:
+        """Tells the others of an error of this rank; who is to blame, if communication failed."""
+        if is_communication_error(error):
+            return RankFailure(f"{self._explain()} [{_first_line(error)}]")
+        who = name_of(self._rank, self._others.status)
+        self._tell(f"{who} failed: {type(error).__name__}: {_first_line(error)}")
+        return None
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_s / 2):
             if not self._decision.acquire(blocking=False):
-                return  # the main thread leaves
+                continue  # the main thread leaves
             try:
                 status = self._others.status = self._sample()
                 self._others.check()

@@ -5,14 +5,15 @@ Whose device waits is not blamed, whatever its main thread stands in; asking may
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from megatron_hdp.runtime.clocks import DeviceClock
-from megatron_hdp.runtime.health import heartbeat, store
+from megatron_hdp.runtime.gathering import EveryRankError
+from megatron_hdp.runtime.health import CallsHeartbeat, calls, heartbeat, store
 from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure, is_communication_error
 from megatron_hdp.runtime.timeline import (
     CHECKPOINT,
@@ -56,13 +57,17 @@ class LoadedMachine:
     def running(self):
         """Within it heartbeats know no other clock."""
         self._thread.start()
-        with mock.patch.object(heartbeat, "time", self), mock.patch.object(store, "time", self):
+        with ExitStack() as patches:
+            for module in (heartbeat, store, calls):
+                patches.enter_context(mock.patch.object(module, "time", self))
             yield
         self._stop.set()
 
 
 class Rank(threading.Thread):
     """A rank whose main thread runs `work(rank)` under a heartbeat until `go_on` is set."""
+
+    KIND = Heartbeat
 
     def __init__(self, number, world_size, store, work, **options):
         super().__init__(daemon=True)
@@ -71,7 +76,7 @@ class Rank(threading.Thread):
         self.ended, self.error = [], None
         place = {"store": store, "rank": number, "world_size": world_size}
         how = DEFAULTS | options | {"end_process": self.ended.append}
-        self.heartbeat = Heartbeat(self.timeline, **place, **how)
+        self.heartbeat = self.KIND(self.timeline, **place, **how)
 
     def run(self):
         try:
@@ -81,6 +86,26 @@ class Rank(threading.Thread):
                 self._work(self)
         except (RankFailure, ValueError) as error:
             self.error = error
+
+
+class CallingRank(Rank):
+    """One that runs `work(rank)` in a loop of its own and makes calls there."""
+
+    KIND = CallsHeartbeat
+
+    def run(self):
+        self.heartbeat.begin()
+        try:
+            self._work(self)
+        except (RankFailure, ValueError) as error:
+            self.error = error
+        finally:
+            self.heartbeat.end()
+
+    def call(self, work=None):
+        with self.heartbeat.call("step", (EveryRankError,)):
+            if work is not None:
+                work(self)
 
 
 def wait(rank, kind=RING_WAIT, micro_batch=4):
@@ -103,11 +128,11 @@ def get_on(rank):
 
 
 @contextmanager
-def job(*work, **options):
+def job(*work, kind=Rank, **options):
     """Ranks that run these functions; all are told to end on leaving."""
     memory, clock = dist.HashStore(), LoadedMachine()
     with clock.running():
-        ranks = [Rank(number, len(work), memory, one, **options) for number, one in enumerate(work)]
+        ranks = [kind(number, len(work), memory, one, **options) for number, one in enumerate(work)]
         for rank in ranks:
             rank.clock = clock
             rank.start()
@@ -361,3 +386,78 @@ def test_a_question_that_hangs_silences_nobody():
 )
 def test_what_is_an_error_of_communication(error, expected):
     assert is_communication_error(error) is expected
+
+
+def calling(*works):
+    """What makes a call for each function and pauses for each number; the first call is empty.
+
+    That one may take its time.
+    """
+
+    def work(rank):
+        rank.call()
+        for one in works:
+            if isinstance(one, float):
+                rank.clock.sleep(one)
+            else:
+                rank.call(one)
+        assert rank.go_on.wait(60)
+
+    return work
+
+
+def refuse(rank):
+    raise EveryRankError("no token with loss")
+
+
+def test_between_two_calls_a_rank_may_do_as_it_likes():
+    """Another rank waits in the next call for it; a mistake that all ranks raise ends nothing."""
+
+    def work(rank):
+        rank.call()
+        with pytest.raises(EveryRankError):
+            rank.call(refuse)
+        if rank.number == 1:
+            rank.clock.sleep(4 * LIMIT_S)
+        rank.call(wait if rank.number == 0 else None)
+
+    with job(work, work, kind=CallingRank) as ranks:
+        ranks[1].join(120)
+        assert not ranks[1].is_alive() and [rank.ended for rank in ranks] == [[], []]
+        assert ranks[1].error is None
+
+
+@pytest.mark.parametrize("act", [compute, failing(1, ValueError("planted\nmore"))])
+def test_who_hangs_or_fails_in_a_call_is_named(act):
+    works = [calling(2 * LIMIT_S, wait), calling(2 * LIMIT_S, act)]
+    with job(*works, kind=CallingRank) as ranks:
+        text = ended(ranks[0])
+    names = "rank 1 (host ", "stalled while 1 of 2 ranks wait" if act is compute else "planted"
+    assert all(one in text for one in names) and "more" not in text, text
+    assert (ranks[1].error is None) == (act is compute)
+
+
+def test_after_a_call_that_failed_no_rank_makes_another():
+    def meets_it(rank):
+        rank.call()
+        rank.clock.sleep(5 * INTERVAL_S)
+        rank.call()
+
+    def fails(rank):
+        with pytest.raises(ValueError, match="planted"):
+            rank.call(failing(0, ValueError("planted")))
+        rank.call()
+
+    with job(meets_it, fails, kind=CallingRank) as ranks:
+        for rank in ranks:
+            rank.join(120)
+    for rank in ranks:
+        assert isinstance(rank.error, RankFailure) and not rank.ended
+        assert "a call before has failed" in str(rank.error) and "planted" in str(rank.error)
+
+
+def test_ranks_that_fail_to_communicate_in_a_call_name_the_one_that_left():
+    lost = RuntimeError("[gloo/transport] Connection closed by peer")
+    with job(calling(failing(3, lost)), lambda rank: rank.call(), kind=CallingRank) as ranks:
+        ranks[0].join(120)
+    assert "rank 1 (host " in str(ranks[0].error) and "has left the job" in str(ranks[0].error)
