@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from megatron_hdp.megatron.parallel import compute_device
-from megatron_hdp.runtime.gathering import gathered, largest
+from megatron_hdp.runtime.gathering import gathered
 
 _SHOWN = 4  # names of each rank, and in all
 
@@ -23,10 +24,11 @@ def non_finite(
     """
     named = list(named)
     norms = [norm(tensor) for tensor in whole or (tensor for _, tensor in named)]
-    # a pipeline stage may hold no parameters at all
-    mine = bool(norms) and not torch.stack(norms).isfinite().all()
-    (is_doubtful,) = largest([mine], compute_device())
-    if not is_doubtful:
+    is_doubtful = torch.zeros((), dtype=torch.int64, device=compute_device())
+    if norms:  # a pipeline stage may hold no parameters at all
+        is_doubtful += ~torch.stack(norms).isfinite().all()
+    dist.all_reduce(is_doubtful, dist.ReduceOp.MAX)
+    if not is_doubtful.item():
         return ()
     # entry by entry: the norm of finite entries may overflow
     found = [name for name, tensor in named if not tensor.isfinite().all()]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
+
+from megatron_hdp.runtime.host_to_device import numbers_to_device
 
 T = TypeVar("T")
 
@@ -31,9 +35,40 @@ def from_first_rank(value: T, device: torch.device | None = None) -> T:
 
 def largest(values: Sequence[int], device: torch.device) -> list[int]:
     """The largest of every value over all ranks of the job, which give equally many."""
-    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    tensor = numbers_to_device(values, torch.int64, device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return [int(value) for value in tensor.tolist()]
+
+
+def share_arrays(
+    arrays: Sequence[npt.NDArray[np.int64]],
+    source: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Gives every rank of a group what the arrays of one of them hold, in place.
+
+    They travel in 32 bits, through pinned memory; the source does not wait for its device.
+
+    Args:
+        arrays: of one shape on all ranks; flat, their numbers fit into 32 bits.
+        source: the rank of the job that holds the numbers.
+        group: of the ranks that call this.
+        device: where the backend wants its tensors.
+    """
+    ends = np.cumsum([len(array) for array in arrays])
+    host = torch.empty(int(ends[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    numbers = host.numpy()
+    is_source = dist.get_rank() == source
+    if is_source:
+        np.concatenate(arrays, out=numbers, casting="same_kind")
+    packed = host.to(device, non_blocking=True)
+    dist.broadcast(packed, source, group)
+    if is_source:
+        return
+    host.copy_(packed)
+    for array, part in zip(arrays, np.split(numbers, ends[:-1]), strict=True):
+        array[:] = part
 
 
 def on_every_rank(action: Callable[[], T], device: torch.device) -> T:

@@ -21,6 +21,13 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def numbers_to_device(
+    values: Sequence[float], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Numbers of the host on the device; like `to_device`, unlike `torch.tensor`, no wait."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
 class PackedArrays:
     """Arrays one behind another in one buffer of the host, each where its type may begin.
 

@@ -193,10 +193,11 @@ class HdpExecutor:
         if forward_only:
             step.reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
+        losses, source_losses, further_losses = step.read_losses()
         return RankOutcome(
-            losses=tuple(torch.stack(step.losses).tolist()) if step.losses else (),
-            source_losses=tuple(step.source_losses.tolist()),
-            further_losses=tuple(map(float, step.mtp_losses)),
+            losses=losses,
+            source_losses=source_losses,
+            further_losses=further_losses,
             until_sync_s=self.timeline.since_start_s(step.reached_sync),
             ring_wait_s=totals_s[RING_WAIT],
             pipeline_wait_s=totals_s[PIPELINE_WAIT],

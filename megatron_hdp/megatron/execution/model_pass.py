@@ -47,7 +47,7 @@ class StepInProgress:
     def __post_init__(self) -> None:
         device = compute_device()
         self.source_losses = torch.zeros(self.num_sources, dtype=torch.float64, device=device)
-        self.mtp_losses: list[Any] = [0.0] * len(self.mtp_weights)
+        self.mtp_losses = torch.zeros(len(self.mtp_weights), dtype=torch.float64, device=device)
 
     def note_gradient(self, embedding: Any, inputs: Any, embedded: torch.Tensor) -> None:
         """Watches for the gradient of one micro-batch's embedding.
@@ -56,6 +56,12 @@ class StepInProgress:
         """
         if embedded.requires_grad:
             embedded.register_hook(lambda gradient: self.gradient_norms.append(norm(gradient)))
+
+    def read_losses(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Those of the micro-batches, of the sources and of MTP's depths; one wait for all."""
+        values = torch.hstack([*self.losses, self.source_losses, self.mtp_losses]).tolist()
+        begin, end = len(self.losses), len(self.losses) + self.num_sources
+        return tuple(values[:begin]), tuple(values[begin:end]), tuple(values[end:])
 
 
 @dataclass(frozen=True)
@@ -149,8 +155,7 @@ class ModelPass:
         of_labels = loss.detach()
         if further is not None and further.label_loss is not None:
             of_labels = further.label_loss
-            for depth, of_depth in enumerate(further.losses):
-                step.mtp_losses[depth] = step.mtp_losses[depth] + of_depth
+            step.mtp_losses += torch.stack(further.losses)
         step.losses.append(of_labels)
         return loss, loss_mask.sum().to(torch.int), {}
 

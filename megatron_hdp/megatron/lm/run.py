@@ -46,6 +46,7 @@ from megatron_hdp.megatron.step import (
     split_specs,
 )
 from megatron_hdp.planner import CostModel
+from megatron_hdp.runtime.host_to_device import numbers_to_device
 
 _SPIKY = 10  # the factor of Megatron's pretrain_gpt
 
@@ -181,11 +182,8 @@ class LmRun:
             self._add_validation(report)
         assert self._executor is not None
         ranks = self._executor.place.num_hdp_ranks
-        sums = torch.tensor(
-            [report.loss * report.loss_tokens, report.loss_tokens],
-            dtype=torch.float64,
-            device=compute_device(),
-        )
+        values = [report.loss * report.loss_tokens, report.loss_tokens]
+        sums = numbers_to_device(values, torch.float64, compute_device())
         return [{"lm loss": sums / ranks}]
 
     def prepare_log(self) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import RankStep
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
+from megatron_hdp.runtime.host_to_device import numbers_to_device
 
 
 @dataclass(frozen=True)
@@ -229,16 +230,15 @@ def _mean(parts: Sequence[StepFigures] | Sequence[SourceFigures]) -> float | Non
 def over_all_ranks(
     sums: Mapping[str, float], maxima: Mapping[str, float], device: torch.device
 ) -> dict[str, float]:
-    """Sums and maxima over all ranks of the job, each by its name, in two small all-reduces.
+    """Sums and maxima over all ranks of the job, each by its name: two small all-reduces, one wait.
 
     Every rank gives the same names in the same order; the backend wants its tensors on `device`.
     """
-    found: dict[str, float] = {}
-    for part, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
-        values = torch.tensor(list(part.values()), dtype=torch.float64, device=device)
-        dist.all_reduce(values, operation)
-        found.update(zip(part, values.tolist(), strict=True))
-    return found
+    values = numbers_to_device([*sums.values(), *maxima.values()], torch.float64, device)
+    dist.all_reduce(values[: len(sums)], dist.ReduceOp.SUM)
+    if maxima:
+        dist.all_reduce(values[len(sums) :], dist.ReduceOp.MAX)
+    return dict(zip([*sums, *maxima], values.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from megatron_hdp.megatron.step.preparation import (
 )
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
-from megatron_hdp.runtime.gathering import largest
+from megatron_hdp.runtime.gathering import largest, share_arrays
 from megatron_hdp.runtime.health import RankFailure, fingerprint, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
 
@@ -300,16 +300,10 @@ class HdpSteps:
             for one in step.micro_batches
             for array in (one.tokens, one.labels, one.further_labels)
         ]
-        packed = torch.from_numpy(np.concatenate(arrays)).to(compute_device())
+        source = parallel_state.get_tensor_model_parallel_src_rank()
+        group = parallel_state.get_tensor_model_parallel_group()
         with self._agreement():
-            dist.broadcast(
-                packed,
-                parallel_state.get_tensor_model_parallel_src_rank(),
-                parallel_state.get_tensor_model_parallel_group(),
-            )
-            parts = packed.cpu().split([len(array) for array in arrays])
-        for array, part in zip(arrays, parts, strict=True):
-            array[:] = part.numpy()
+            share_arrays(arrays, source, group, compute_device())
 
     def _seed_dropout(self, consumed: int) -> None:
         """Makes dropout a function of seed, data position and rank: no RNG state to save."""

@@ -28,6 +28,7 @@ from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.online import COLUMNS, FilterState, Finding, SeenCosts, observe
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.runtime.gathering import gathered
+from megatron_hdp.runtime.host_to_device import numbers_to_device
 from megatron_hdp.strategies import follows_speeds
 
 BEHIND, BEHIND_WITH_PLANE = 2, 4
@@ -167,7 +168,7 @@ class Learning:
 def exchanged(mine: list[float]) -> Table:
     """What every rank of the job gives, in the order of ranks; shape (ranks, values)."""
     device = compute_device()
-    row = torch.tensor(mine, dtype=torch.float64, device=device)
+    row = numbers_to_device(mine, torch.float64, device)
     table = torch.empty(dist.get_world_size() * len(mine), dtype=torch.float64, device=device)
     dist.all_gather_into_tensor(table, row)
     found: Table = table.cpu().numpy().reshape(-1, len(mine))

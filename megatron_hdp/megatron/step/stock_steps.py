@@ -28,6 +28,7 @@ from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.step.figures import StepReport
 from megatron_hdp.planner.shape import seen_in_window
 from megatron_hdp.runtime.health import fingerprint
+from megatron_hdp.runtime.host_to_device import to_device
 
 
 def build_datasets(
@@ -160,7 +161,7 @@ class StockSteps:
             start = consumed + block * self.micro_batch_size
             samples = [self.dataset[start + i] for i in range(self.micro_batch_size)]
             batch = torch.utils.data.default_collate(samples)
-            yield {key: value.to(compute_device()) for key, value in batch.items()}
+            yield {key: to_device(value, compute_device()) for key, value in batch.items()}
 
 
 def _order_of(dataset: GPTDataset) -> SourceOrder:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_hdp.runtime.host_to_device import numbers_to_device
 from megatron_hdp.runtime.timeline import MEETING, Timeline
 
 _LOOK_S = 0.05
@@ -47,7 +48,8 @@ def require_agreement(facts: Mapping[str, int], device: torch.device) -> None:
     Raises:
         DisagreementError: on every rank, naming each fact that differs and who holds which value.
     """
-    values = torch.tensor([_signed(value) for value in facts.values()], device=device)
+    signed = [_signed(value) for value in facts.values()]
+    values = numbers_to_device(signed, torch.int64, device)
     extremes = torch.stack((values, ~values))  # max(~x) = ~min(x)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     if torch.equal(extremes[0], ~extremes[1]):
