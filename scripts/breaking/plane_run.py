@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_hdp.data_plane.cluster.job_folder import takes_sockets
+
 RUN_S = 300.0
 
 
@@ -147,8 +149,9 @@ def running(
     from tests.training.runs import LENGTHS, long_flags
 
     number = len(list(folder.iterdir()))
-    place = folder / f"run-{number}"
+    place = folder / str(number)
     temporary = place / "t"
+    assert takes_sockets(temporary), f"{temporary}: a plane's files would lie elsewhere: set TMPDIR"
     temporary.mkdir(parents=True)
     write_corpus(place, LENGTHS)
     data = place / "data.yaml"

@@ -70,7 +70,7 @@ def run(one: Row) -> Result:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     began = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="hdp-break-"))
+    folder = Path(tempfile.mkdtemp(prefix="hb-"))  # short: Ray's sockets lie below it
     process = context.Process(target=_in_process, args=(one, folder, sender, os.getpid()))
     process.start()
     assert process.pid is not None

@@ -153,6 +153,11 @@ def _time_of(folder: Path) -> float:
     return 0.0  # gone by now
 
 
+def takes_sockets(folder: str | os.PathLike[str]) -> bool:
+    """Whether the name of a folder is short enough for those of Ray's sockets below it."""
+    return len(os.fsencode(folder)) <= _LONGEST_PARENT
+
+
 def _short_folder() -> str:
     """That of temporary files, unless its name is too long for those of sockets below it.
 
@@ -163,7 +168,7 @@ def _short_folder() -> str:
         folder = tempfile.gettempdir()
     except OSError as error:
         raise _no_folder(error) from None
-    return folder if len(os.fsencode(folder)) <= _LONGEST_PARENT else _SHORT
+    return folder if takes_sockets(folder) else _SHORT
 
 
 def _no_folder(error: OSError) -> ValueError:
