@@ -39,7 +39,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--tokenizer", required=True, metavar="NAME", help="byte, hf:PATH or tiktoken:NAME"
     )
     parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX.bin, .idx and .sums",
     )
     parser.add_argument(
         "--append-eod",
@@ -114,7 +117,7 @@ def _check_prefix(prefix: str) -> None:
             f"--output-prefix {prefix!r} names no file, expected a path that .bin and .idx can be "
             f"added to, like {example}"
         )
-    for path in (f"{prefix}.bin", f"{prefix}.idx"):
+    for path in (f"{prefix}.bin", f"{prefix}.idx", f"{prefix}.sums"):
         if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
             raise ValueError(
                 f"--output-prefix {prefix}: found that {path} is no file but a link, folder or "
@@ -124,7 +127,7 @@ def _check_prefix(prefix: str) -> None:
 
 def _require_other_output(files: list[str], prefix: str) -> None:
     """Refuse to read what would be overwritten."""
-    outputs = [prefix + suffix for suffix in (".bin", ".idx")]
+    outputs = [prefix + suffix for suffix in (".bin", ".idx", ".sums")]
     for output in filter(os.path.exists, outputs):
         for path in files:
             if os.path.samefile(path, output):

@@ -2,8 +2,9 @@
 
 Layout (little endian): 8 bytes magic, ``uint32`` version, ``uint32`` size of the description,
 ``uint64`` XXH3 of the description, the description (JSON), zeros up to byte 4096, then the content.
-The description holds a digest of samples of the content under ``samples``. A file is never changed
-in place: where a mapped file shrinks, the kernel kills whoever touches what is gone.
+The description holds a digest of the content under ``samples``, above 64 MiB of samples of it. A
+file is never changed in place: where a mapped file shrinks, the kernel kills whoever touches what
+is gone.
 """
 
 import json
@@ -21,6 +22,8 @@ from megatron_hdp.data.hashes import sampled
 PAGE = 4096
 _HEAD = struct.Struct("<8sIIQ")
 _NUM_SAMPLES = 16
+_MOST_WHOLE = 1 << 26  # bytes that an opening reads, in some 10 ms
+_AT_ONCE = 1 << 20
 
 
 class DamagedFileError(Exception):
@@ -101,5 +104,11 @@ def write_at(file: int, data: memoryview, place: int) -> None:
 
 
 def _samples(file: int, num_bytes: int) -> str:
-    """Return a digest of samples: it tells zeros and pieces of another file."""
-    return xxhash.xxh3_64_hexdigest(sampled(file, PAGE, num_bytes, _NUM_SAMPLES))
+    """Return a digest of the content, or of samples: they tell zeros and pieces of another file."""
+    if num_bytes > _MOST_WHOLE:
+        return xxhash.xxh3_64_hexdigest(sampled(file, PAGE, num_bytes, _NUM_SAMPLES))
+    digest, place = xxhash.xxh3_64(), PAGE
+    while raw := os.pread(file, _AT_ONCE, place):
+        digest.update(raw)
+        place += len(raw)
+    return digest.hexdigest()

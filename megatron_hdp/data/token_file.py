@@ -16,6 +16,7 @@ from megatron_hdp.data.index_file import (
     TokenFileNotFoundError,
     read_into,
 )
+from megatron_hdp.data.sums import BLOCK, Sums
 from megatron_hdp.files import note_opened
 
 _NUM_SAMPLES = 48
@@ -29,6 +30,7 @@ class TokenReader:
     Attributes:
         prefix: path without ``.bin``.
         dtype: integer type of the tokens on disk.
+        sums: what is read is compared with; None: the pair has none.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class TokenReader:
 
         Raises:
             TokenFileNotFoundError: the ``.bin`` is missing.
-            TokenFileError: it is shorter than that.
+            TokenFileError: it is shorter than that, or has another size than its ``.sums`` say.
         """
         self.prefix = os.fspath(prefix)
         self.dtype = dtype
@@ -54,6 +56,7 @@ class TokenReader:
         weakref.finalize(self, os.close, self._file)
         if os.fstat(self._file).st_size < self._num_bytes:
             self._refuse_short("")
+        self.sums = Sums.beside(self.prefix)
 
     def note_opened(self) -> None:
         """Note that the ``.bin``, which is of a cache, was opened now."""
@@ -64,7 +67,7 @@ class TokenReader:
 
         Raises:
             ValueError: they lie outside of what the ``.idx`` covers.
-            TokenFileError: the ``.bin`` has become too short.
+            TokenFileError: the ``.bin`` has become too short, or has other bytes than were written.
         """
         num_tokens = self._num_bytes // self.dtype.itemsize
         if not 0 <= begin <= begin + count <= num_tokens:
@@ -72,9 +75,22 @@ class TokenReader:
                 f"tokens [{begin}, {begin + count}) of {self._bin_path}: its .idx covers tokens "
                 f"[0, {num_tokens})"
             )
-        tokens = np.empty(count, dtype=self.dtype)
-        self._read_into(tokens.view(np.uint8), begin * self.dtype.itemsize)
-        return tokens.astype(np.int64, copy=False)
+        place, num_bytes = begin * self.dtype.itemsize, count * self.dtype.itemsize
+        if self.sums is None:
+            raw = np.empty(num_bytes, dtype=np.uint8)
+            self._read_into(raw, place)
+        else:
+            raw = self._whole_blocks(self.sums, place, place + num_bytes)
+            raw = raw[place % BLOCK :][:num_bytes]
+        return raw.view(self.dtype).astype(np.int64, copy=False)
+
+    def _whole_blocks(self, sums: Sums, begin: int, end: int) -> ByteArray:
+        """Return the blocks that hold some bytes, which have been compared with their sums."""
+        first, stop = begin // BLOCK, -(-end // BLOCK)
+        raw = np.empty(min(stop * BLOCK, sums.num_bytes) - first * BLOCK, dtype=np.uint8)
+        self._read_into(raw, first * BLOCK)
+        sums.require_blocks(raw, first)
+        return raw
 
     def fingerprint(self) -> int:
         """64 bits over samples of the tokens, to tell another ``.bin`` under the same ``.idx``.

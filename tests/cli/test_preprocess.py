@@ -64,7 +64,7 @@ def test_folders_are_walked_in_sorted_order(folder, tmp_path, capsys):
     for part in ("4 files", "documents      3 (1 empty ones skipped)", "tokens         10"):
         assert part in printed
     assert "shortest 2, median 4, 90 % 4, 99 % 4, longest 4" in printed
-    assert sorted(os.listdir(tmp_path)) == ["out.bin", "out.idx", "source"]
+    assert sorted(os.listdir(tmp_path)) == ["out.bin", "out.idx", "out.sums", "source"]
 
 
 def test_files_keep_their_order_and_eod_can_be_left_out(folder, tmp_path):
@@ -159,7 +159,7 @@ def test_a_prefix_without_a_name_is_refused(folder, tmp_path, capsys, monkeypatc
     assert os.listdir(tmp_path) == ["source"]
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".sums"])
 def test_a_link_is_not_replaced(folder, tmp_path, capsys, suffix):
     (tmp_path / f"out{suffix}").symlink_to("elsewhere")
     assert run("--input", folder, "--output-prefix", tmp_path / "out") == 2
@@ -167,7 +167,7 @@ def test_a_link_is_not_replaced(folder, tmp_path, capsys, suffix):
     assert (tmp_path / f"out{suffix}").is_symlink()
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".sums"])
 def test_the_input_is_not_overwritten(tmp_path, capsys, suffix):
     path = tmp_path / f"data{suffix}"
     path.write_bytes(b"text")
@@ -221,7 +221,7 @@ def test_any_number_of_workers_writes_the_same(tmp_path, monkeypatch, workers):
     arguments = ("--input", tmp_path / "data.jsonl", "--output-prefix", prefix)
     assert run(*arguments, "--workers", workers) == 0
     assert documents(prefix) == expected
-    assert sorted(os.listdir(tmp_path)) == ["data.jsonl", "out.bin", "out.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["data.jsonl", "out.bin", "out.idx", "out.sums"]
 
 
 def test_bad_numbers_of_workers(tmp_path, capsys):

@@ -65,7 +65,10 @@ def checked(name: str, prefix: str) -> Ready:
     for piece in checks.documents():
         documents += int((piece.lengths > 0).sum())
         tokens += int(piece.lengths.sum())
-    TokenReader(prefix, index.dtype, checks.num_bytes)
+    sums = TokenReader(prefix, index.dtype, checks.num_bytes).sums
+    for suffix in (".idx", ".spans"):
+        if sums is not None and os.path.exists(prefix + suffix):
+            sums.require_file(suffix)
     if os.path.exists(f"{prefix}.spans"):
         num_spans = len(Spans(f"{prefix}.spans"))
         if num_spans != index.num_documents:

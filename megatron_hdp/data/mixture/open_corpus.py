@@ -198,6 +198,8 @@ def _opened(
         reader.note_opened()
     spans_path = f"{prefix}.spans"  # also of a pair that was prepared elsewhere
     spans = Spans(spans_path) if os.path.exists(spans_path) else None
+    if spans is not None and reader.sums is not None:
+        reader.sums.require_file(".spans")
     if spans is not None and len(spans) != (num_documents := count_documents(prefix)):
         raise ValueError(
             f"{spans_path} has spans of {len(spans):,} documents, the .idx beside it has "

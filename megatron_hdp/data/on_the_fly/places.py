@@ -24,7 +24,7 @@ from megatron_hdp.data.mapped_file import PAGE, DamagedFileError, FileKind
 from megatron_hdp.data.on_the_fly.source_files import SourceFiles
 from megatron_hdp.files import new_file
 
-VERSION = 1
+VERSION = 2
 _KIND = FileKind(b"HDPPLACE", VERSION)
 _NUM_SAMPLES = 16
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import orjson
 
-from megatron_hdp.data.hashes import hash_of_bytes
+from megatron_hdp.data import sums
+from megatron_hdp.data.hashes import hash_of_bytes, hash_of_file
 from megatron_hdp.data.prepare.cache_key import Content
 from megatron_hdp.data.prepare.shards import Counts, Shard
 from megatron_hdp.files import note_opened, write_atomically
 
 MAIN, MANIFEST, LOCK, WORK = ".bin", ".json", ".lock", ".work"
 """Suffixes: of the tokens, which are the main file, and of what lies beside them."""
-SUFFIXES = {"text": (MAIN, ".idx"), "chat": (MAIN, ".idx", ".spans")}
+SUFFIXES = {"text": (MAIN, ".idx", sums.SUFFIX), "chat": (MAIN, ".idx", ".spans", sums.SUFFIX)}
 """Those of what is made, by the kind of the source."""
 
 _FILES, _CHECK = "files", "check"
@@ -66,15 +67,21 @@ class PreparedFiles:
         return os.path.join(self._work, f"{shard.index:06d}")
 
     def finished(self, shard: Shard) -> Counts | None:
-        """What became of the documents of a shard, if it is finished."""
+        """What became of the documents of a shard, if it is finished and as it was written."""
         mark = _read(Path(self.shard_prefix(shard) + ".json"))
         if mark is None or mark.get("fingerprint") != shard.fingerprint:
+            return None
+        if mark.get("hashes") != self._hashes(shard):
             return None
         return Counts(**mark["counts"])
 
     def note(self, shard: Shard, counts: Counts) -> None:
         """Mark a shard as finished: its pair is whole and on the disk."""
-        mark = {"fingerprint": shard.fingerprint, "counts": asdict(counts)}
+        mark = {
+            "fingerprint": shard.fingerprint,
+            "counts": asdict(counts),
+            "hashes": self._hashes(shard),
+        }
         _write(self.shard_prefix(shard) + ".json", mark)
 
     def finish(self, about: Mapping[str, Any], counts: Counts, contents: Sequence[Content]) -> None:
@@ -87,6 +94,10 @@ class PreparedFiles:
         }
         _write(self.prefix + MANIFEST, manifest)
         shutil.rmtree(self._work)
+
+    def _hashes(self, shard: Shard) -> dict[str, str]:
+        paths = {one: self.shard_prefix(shard) + one for one in self._suffixes}
+        return {one: hash_of_file(path) for one, path in paths.items() if os.path.exists(path)}
 
     def _sizes(self) -> dict[str, int | None]:
         paths = {suffix: self.path(suffix) for suffix in self._suffixes}

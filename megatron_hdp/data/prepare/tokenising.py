@@ -4,13 +4,14 @@ import os
 import shutil
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 from megatron_hdp.data.prepare.decoding import Decoding
 from megatron_hdp.data.prepare.shard_run import Tell, run_shard
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.workers import Task, run_by_workers
 from megatron_hdp.data.spans import concatenate_spans
+from megatron_hdp.data.sums import SUFFIX, write_sums
 from megatron_hdp.data.token_writer import concatenate_pairs, move_pair
 
 _ON_A_TERMINAL_S, _IN_A_LOG_S = 0.2, 10.0
@@ -67,11 +68,13 @@ def run_tasks(
 
 
 def join(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
-    """Put finished shards together, in their order, as one pair.
+    """Put finished shards together, in their order, as one pair with its sums.
 
     Raises:
         OSError: the disk is full, for one.
     """
+    with suppress(FileNotFoundError):
+        os.remove(target + SUFFIX)  # of an older pair
     if decoding.key is None:
         spans = [prefix + ".spans" for prefix in prefixes]
         concatenate_spans(spans, target + ".spans", durable=decoding.durable)
@@ -79,6 +82,7 @@ def join(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
         move_pair(prefixes[0], target)
     else:
         concatenate_pairs(prefixes, target, durable=decoding.durable)
+    write_sums(target, durable=decoding.durable)
 
 
 @contextmanager

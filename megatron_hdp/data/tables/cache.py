@@ -15,6 +15,7 @@ from megatron_hdp.data.hashes import change_of, sampled_file
 from megatron_hdp.data.index_checks import IndexChecks
 from megatron_hdp.data.index_file import Documents, IndexFile, TokenFileError
 from megatron_hdp.data.mapped_file import DamagedFileError
+from megatron_hdp.data.sums import Sums
 from megatron_hdp.data.tables.cache_file import (
     VERSION,
     CachedTable,
@@ -95,12 +96,20 @@ class IndexIdentity:
 class TableCache:
     """The file of one table: what a cutting makes of an ``.idx``."""
 
-    def __init__(self, index: IndexFile, cutting: Cutting, folder: Path, say: Say) -> None:
-        """Name the file; see `open`."""
+    def __init__(
+        self,
+        index: IndexFile,
+        cutting: Cutting,
+        folder: Path,
+        say: Say,
+        sums: Sums | None = None,
+    ) -> None:
+        """Name the file; see `open`. An ``.idx`` that is not as `sums` say is refused."""
         self._index = index
         self._cutting = cutting
         self._folder = folder
         self._say = say
+        self._sums = sums
         self._identity = IndexIdentity.of(index.path)
         key = self._identity.key(cutting, VERSION)
         self._path = folder / f"sequences-{key}.table"
@@ -115,9 +124,18 @@ class TableCache:
 
         Raises:
             TableCacheError: the folder cannot be used, or the process that builds is stuck.
-            TokenFileError: the ``.idx`` contradicts itself, or changes.
+            TokenFileError: the ``.idx`` contradicts itself, changes, or is not what was written.
             ValueError: its documents make no table.
         """
+        found = self._opened()
+        self._require_as_written(found.origin.content)
+        return found
+
+    def _require_as_written(self, content: str) -> None:
+        if self._sums is not None:
+            self._sums.require_file(".idx", content)
+
+    def _opened(self) -> CachedTable:
         found, _ = self._read()
         if found is not None and self._is_of_this_time(found):
             return found
@@ -200,6 +218,7 @@ class TableCache:
         for left in self._folder.glob(f"{self._path.stem}.t*.*"):  # by a process that was killed
             left.unlink(missing_ok=True)
         content = identity.content(partial(progress.tell, "summed"))
+        self._require_as_written(content)
         checks, all_of_them = IndexChecks(index), index.num_documents
         documents = progress.along("checked", checks.documents(), all_of_them)
         survey = Survey.of(self._cutting, documents)

@@ -26,7 +26,7 @@ from megatron_hdp.data.mapped_file import PAGE, FileKind, write_at
 from megatron_hdp.data.tables.columns import Column, Columns, TableFacts
 from megatron_hdp.files import note_opened, put_in_place
 
-VERSION = 2
+VERSION = 3
 
 _KIND = FileKind(b"HDPTABLE", VERSION)
 _LARGE_PAGE = 1 << 21

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_hdp.data.index_checks import IndexChecks
 from megatron_hdp.data.index_file import IndexFile
+from megatron_hdp.data.sums import Sums
 from megatron_hdp.data.tables.cache import TableCache
 from megatron_hdp.data.tables.columns import fill_private
 from megatron_hdp.data.tables.cutting import Cutting, Survey
@@ -85,7 +86,7 @@ def open_source(
     `Cutting`.
 
     Raises:
-        TokenFileError: one of the two files is missing, malformed or too short.
+        TokenFileError: one of the two files is missing, malformed, too short or not as written.
         TableCacheError: the folder cannot be used.
         ValueError: a document is too long under ``error``, or no sequence is left.
     """
@@ -93,11 +94,14 @@ def open_source(
     cutting = Cutting.of(
         index.num_documents, max_length=max_length, long_sequence=long_sequence, documents=documents
     )
+    sums = Sums.beside(prefix)
     if cache_folder is not None:
-        found = TableCache(index, cutting, cache_folder, say).open()
+        found = TableCache(index, cutting, cache_folder, say, sums).open()
         table = SequenceTable(found.facts, found.columns)
         token_type, num_bytes = np.dtype(found.origin.token_type), found.origin.token_bytes
     else:
+        if sums is not None:
+            sums.require_file(".idx")
         checks = IndexChecks(index)
         survey = Survey.of(cutting, checks.documents())
         table = SequenceTable(*fill_private(index.documents(), survey))

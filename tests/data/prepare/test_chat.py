@@ -50,7 +50,7 @@ def test_spans_lie_beside_the_tokens(tmp_path, options):
         assert tokens.read(document, 0, length).tolist() == expected.ids.tolist()
         assert trained.of(document).tolist() == expected.spans.tolist()
     suffixes = [Path(name).suffix for name in names(tmp_path / "cache0")]
-    assert suffixes == [".bin", ".idx", ".json", ".lock", ".spans"]
+    assert suffixes == [".bin", ".idx", ".json", ".lock", ".spans", ".sums"]
 
 
 def test_lost_spans_are_made_again(tmp_path, options):

@@ -49,7 +49,7 @@ def test_the_pair_is_the_same_for_any_number_of_workers(corpus, tmp_path):
     key = Path(found[0].prefix).name
     assert key.startswith("web-") and len(key) == len("web-") + 16
     assert names(tmp_path / "cache2") == [
-        f"{key}{end}" for end in (".bin", ".idx", ".json", ".lock")
+        f"{key}{end}" for end in (".bin", ".idx", ".json", ".lock", ".sums")
     ]
 
 
@@ -100,7 +100,7 @@ def test_a_changed_file_is_another_pair(corpus, tmp_path):
     assert documents(first.prefix) == as_bytes(texts())  # which another run may still read
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json", ".sums"])
 def test_what_is_damaged_is_made_again(corpus, tmp_path, suffix):
     first = run(corpus, tmp_path / "cache")
     whole = pair(first.prefix)

@@ -90,7 +90,9 @@ def test_a_killed_run_is_continued(corpus, tmp_path, workers):
     assert total - left == finished >= 3
     assert documents(found.prefix) == as_bytes(texts_of(400))
     assert pair(found.prefix) == pair(run(corpus, tmp_path / "other").prefix)
-    assert [Path(name).suffix for name in names(folder)] == [".bin", ".idx", ".json", ".lock"]
+    assert [Path(name).suffix for name in names(folder)] == [
+        *(".bin", ".idx", ".json", ".lock", ".sums")
+    ]
 
 
 @pytest.mark.slow
@@ -143,7 +145,7 @@ def test_what_a_killed_run_left_half_is_removed(corpus, tmp_path):
     (work / "000001.json").write_text('{"fingerprint": "of another cut", "counts": {}}')
     assert run(corpus, folder) == found
     assert pair(found.prefix) == whole
-    assert len(names(folder)) == 4
+    assert len(names(folder)) == 5
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -184,4 +186,4 @@ def test_processes_at_the_same_time_make_it_once(tmp_path):
     printed = [process.communicate(timeout=240)[0] for process in processes]
     assert sorted(map(int, printed)) == [0, 0, 1]
     assert len(documents(run(corpus, tmp_path / "cache").prefix)) == 300
-    assert len(names(tmp_path / "cache")) == 4
+    assert len(names(tmp_path / "cache")) == 5

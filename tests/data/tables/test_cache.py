@@ -113,7 +113,7 @@ def changed(place, new):
         (cut_to(-1), "bytes, expected"),
         (lambda raw: raw + b"\0", "bytes, expected"),
         (changed(0, b"X"), "begins with b'XDPTABLE'"),
-        (changed(8, b"\1"), "version 1, expected 2"),
+        (changed(8, b"\1"), "version 1, expected 3"),
         (changed(12, b"\xff\xff\xff\xff"), "damaged description"),
         (changed(40, b"?"), "damaged description"),
         (changed(4096, bytes(40)), "other bytes than were written"),
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_made_again(corpus, damage, words):
 
 
 def test_no_flipped_byte_of_a_small_file_changes_the_table(corpus, seeds):
-    """A small file is sampled whole; of a large one, damage between samples is not looked for."""
+    """A file is compared whole up to 64 MiB; above, damage between samples is not seen."""
     first = corpus.open()
     (path,) = corpus.tables
     whole = path.read_bytes()
