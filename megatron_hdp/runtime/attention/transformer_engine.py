@@ -14,7 +14,7 @@ import torch
 
 from megatron_hdp.runtime.attention.backend import RunShapes
 from megatron_hdp.runtime.attention.kernel_choice import KernelChoices
-from megatron_hdp.runtime.kernels import Segments
+from megatron_hdp.runtime.kernels import Segments, longest_class
 from megatron_hdp.runtime.ring import RingComm, RingGroups, TokenLayout
 
 OLDEST = (2, 20, 2)  # earlier ones keep keys, values and output of every step of a ring
@@ -153,7 +153,7 @@ def _require_kernels(choices: KernelChoices, kind: str, degree: int, shapes: Run
         longest = min(shapes.longest, max(2 * room // 3, 1))  # most sequences times its square
         asked.append((room - longest + 1, longest))
     for num_sequences, longest in asked:
-        bound = _bound(longest)
+        bound = _bound(longest, is_deterministic)
         # not more tokens than so many sequences of that length have, or it may refuse the sizes
         tokens = min(shapes.tokens_per_rank, num_sequences * -(-longest // degree))
         kernel = choices.kernel_for(
@@ -186,7 +186,7 @@ def _attend(
     """One call; with a ring, `segments` are whole sequences, of which q, k and v hold slices."""
     # it plans anew for every number of sequences; deterministic, it wants memory for each of them
     offsets = segments.offsets if module.deterministic else segments.bucketed_offsets
-    longest = _bound(segments.longest)
+    longest = _bound(segments.longest, module.deterministic)
     # rings want offsets of padded lengths; the same object tells that there is nothing between
     padded = {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": offsets} if is_ring else {}
     out = module(
@@ -213,9 +213,9 @@ def _canonical(x: torch.Tensor) -> torch.Tensor:
     return x if is_canonical else x.view(-1).view(x.shape)  # a view has strides of its own
 
 
-def _bound(longest: int) -> int:
-    """Not less than the longest sequence; rounded, so that fewer shapes are new to the library."""
-    return -(-longest // 64) * 64
+def _bound(longest: int, is_deterministic: bool) -> int:
+    """No less than the longest sequence, and few numbers; near it where memory is by its square."""
+    return -(-longest // 64) * 64 if is_deterministic else longest_class(longest)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -7,7 +7,13 @@ from megatron_hdp.runtime.kernels.block import AttentionKernel, CpuFlashKernel
 from megatron_hdp.runtime.kernels.flash import FlashAttnKernel, TorchFlashKernel, refusal
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
 from megatron_hdp.runtime.kernels.padded import PaddedKernel
-from megatron_hdp.runtime.kernels.segments import Block, Forward, Gradients, Segments
+from megatron_hdp.runtime.kernels.segments import (
+    Block,
+    Forward,
+    Gradients,
+    Segments,
+    longest_class,
+)
 
 __all__ = [
     "AttentionKernel",
@@ -20,5 +26,6 @@ __all__ = [
     "PaddedKernel",
     "Segments",
     "TorchFlashKernel",
+    "longest_class",
     "refusal",
 ]

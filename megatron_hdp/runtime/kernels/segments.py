@@ -75,3 +75,8 @@ def bucket(num_segments: int) -> int:
     if num_segments <= 1:
         return num_segments
     return int(max(_SMALLEST_PACK, 1 << (num_segments - 1).bit_length()))
+
+
+def longest_class(longest: int) -> int:
+    """The longest length, rounded up to 64, 128, 256 and so on: a library may plan for each."""
+    return max(64, 1 << (longest - 1).bit_length())

@@ -15,7 +15,7 @@ from megatron_hdp.runtime.kernels import matmul
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.kernels.flash import FlashAttnKernel, TorchFlashKernel, refusal
 from megatron_hdp.runtime.kernels.matmul import MatmulKernel
-from megatron_hdp.runtime.kernels.segments import Block, Forward, Segments, bucket
+from megatron_hdp.runtime.kernels.segments import Block, Forward, Segments, bucket, longest_class
 from tests.support.ring_cases import relative_error
 
 CPU = torch.device("cpu")
@@ -251,11 +251,12 @@ def tokens_in_plan(num_tokens):
     return max(1024, 1 << math.ceil(math.log2(num_tokens)))
 
 
-def forward_plans(made, count):
+def forward_plans(made, count, bound=lambda longest: 0):
     """What tells cuDNN's forward plans of TransformerEngine apart in one step's calls.
 
     From cuDNN 9.24 on: the mask, the number of sequences as it is, and rounded tokens of queries
-    and of keys, which stand for the longest length as well. What is the same in a whole run (heads,
+    and of keys. They stand for the longest length as well in 2.20.0.dev0; the headers of 2.20.2
+    leave open whether it counts besides. What is the same in a whole run (heads,
     head dimension, scale, data type) is left out. A ring calls it with all keys, and with half of
     the queries or of the keys.
     """
@@ -268,14 +269,16 @@ def forward_plans(made, count):
         elif one.sequences:
             held = 2 * padded_tokens(made, one.sequences, degree)
             number, whole, half = count(len(one.sequences)), *map(tokens_in_plan, (held, held // 2))
+            longest = bound(max(int(made.lengths[i]) for i in one.sequences)) // degree
             found |= {
-                ("causal", number, whole, whole),
-                ("all", number, whole, half),
-                ("all", number, half, whole),
+                ("causal", number, whole, whole, longest),
+                ("all", number, whole, half, longest),
+                ("all", number, half, whole, longest),
             }
         for sequences in filter(None, wholes.values()):
             tokens = tokens_in_plan(padded_tokens(made, sequences, 1))
-            found.add(("causal", count(len(sequences)), tokens, tokens))
+            longest = bound(max(int(made.lengths[i]) for i in sequences))
+            found.add(("causal", count(len(sequences)), tokens, tokens, longest))
     return found
 
 
@@ -302,12 +305,17 @@ def random_plans(number):
 
 
 def test_few_plans_are_built_in_a_run():
-    """Planted: the number of sequences as it is."""
+    """Planted: the number of sequences as it is, and the longest length to a multiple of 64."""
     found, planted = set(), set()
-    for made in random_plans(1000):
+    by_longest, planted_longest = set(), set()
+    for number, made in enumerate(random_plans(1000)):
         found |= forward_plans(made, bucket)
         planted |= forward_plans(made, int)
-    assert max(number for _, number, _, _ in planted) > 300
+        if number < 300:
+            by_longest |= forward_plans(made, bucket, longest_class)
+            planted_longest |= forward_plans(made, bucket, lambda longest: -(-longest // 64) * 64)
+    assert max(number for _, number, *_ in planted) > 300
     assert len({key[:2] for key in found}) <= 12
     assert len(found) <= 40
     assert len({key[:2] for key in planted}) > 200 and len(planted) > 500
+    assert len(by_longest) <= 250 and len(planted_longest) > 2000
