@@ -22,7 +22,7 @@ from questions import TOPICS
 from running import Finished, run
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ("bench_attention", "bench_offload", "bench_loss")
+BENCHMARKS = ("bench_rings", "bench_attention", "bench_offload", "bench_loss")
 PARTS = ("questions", "tests", "benchmarks")
 _DEVICE = """
 import json, sys, torch
@@ -31,6 +31,7 @@ about = torch.cuda.get_device_properties(0) if gpu else None
 print(json.dumps({
     "gpu": about and f"{about.name}, {about.total_memory / 2**30:.0f} GiB, "
     f"sm_{about.major}{about.minor}",
+    "gpus": torch.cuda.device_count(),
     "versions": f"Python {sys.version.split()[0]}, torch {torch.__version__}"
     + (f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
        if gpu else ""),
@@ -60,6 +61,7 @@ class Check:
     wheels: Path | None = None
     te_bundle: Path | None = None
     parts: Sequence[str] = PARTS
+    num_gpus: int = 1
     rows: list[Row] = field(default_factory=list)
     failed_tests: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
@@ -186,13 +188,16 @@ class Check:
     def questions(self, topic: str) -> Row:
         """What was decided by reading and only a GPU can settle, a topic in a process."""
         script = ROOT / "scripts/gpu/ask.py"
-        done = self.command([sys.executable, script, topic, "--device", self.device], 60)
+        command = [sys.executable, script, topic, "--device", self.device]
+        done = self.command(command, TOPICS[topic])
         told = self._figures(f"questions of {topic}", done)
         return _row(f"questions: {topic}", done, told, always=bool(told))
 
     def benchmark(self, name: str, parts_left: int) -> Row:
         """One benchmark script, which keeps to its time."""
         script = ROOT / f"scripts/gpu/{name}.py"
+        if name == "bench_rings" and self.device == "cuda" and self.num_gpus < 2:
+            return Row(name, "skipped", figures="one GPU here, and rings need two")
         share = min(120.0, self.left_s() / parts_left)
         seconds = share - 20.0  # what starting and a last slow row may take
         if seconds < 15:
@@ -331,7 +336,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found["gpu"] is None and not arguments.cpu:
         check.say("no NVIDIA GPU here: nothing to check (--cpu tries the flow without one)")
         return 2
-    about = f"{found['gpu'] or 'no GPU'}; {found['versions']}"
+    check.num_gpus = found["gpus"]
+    gpus = f"{found['gpus']} x {found['gpu']}" if found["gpu"] else "no GPU"
+    about = f"{gpus}; {found['versions']}"
     check.all_parts()
     (check.out / "check.md").write_text("\n".join([check.summary(about), "", *check.tables]))
     check.say("\n" + check.summary(about))

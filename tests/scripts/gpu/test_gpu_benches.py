@@ -12,7 +12,7 @@ from tests.support.scripts import script_module
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "gpu"
 
 
-SLOW = {"bench_attention", "bench_offload"}
+SLOW = {"bench_attention", "bench_offload", "bench_rings"}
 ALL = sorted(path.stem for path in SCRIPTS.glob("bench_*.py"))
 
 

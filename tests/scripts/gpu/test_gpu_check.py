@@ -102,7 +102,7 @@ def test_a_failed_part_is_told_and_the_others_run(one_check, monkeypatch):
     names = [row.part for row in done.rows]
     assert names[-1] == "picture" and done.has_failed()
     asked = slice(names.index("doctor") + 1, names.index("tests"))
-    assert tuple(names[asked]) == check.TOPICS, "what only a GPU can settle comes first"
+    assert names[asked] == list(check.TOPICS), "what only a GPU can settle comes first"
     summary = done.summary("a machine")
     row = r"\| tests \| failed: exit code 1 \| \d+ \| 1 passed, 1 failed, 0 skipped \|"
     assert re.search(row, summary)
@@ -120,6 +120,22 @@ def test_some_parts_only(one_check, monkeypatch, part):
         "benchmarks": {*check.BENCHMARKS, "trace of a step"},
     }
     assert set(ran) & set().union(*kinds.values()) == kinds[part]
+
+
+def test_questions_fit_into_one_call():
+    """Ten minutes of a lent machine: its start, packages and the planner come before."""
+    assert sum(check.TOPICS.values()) <= 450
+
+
+@pytest.mark.parametrize(("num_gpus", "device"), [(1, "cuda"), (8, "cuda"), (0, "cpu")])
+def test_rings_are_measured_where_there_are_several(one_check, monkeypatch, num_gpus, device):
+    done = one_check(num_gpus=num_gpus, device=device)
+    finished = running.Finished(0, ["figures: ring of 8 at 300 GB/s"], False)
+    monkeypatch.setattr(done, "command", lambda words, limit: finished)
+    found = done.benchmark("bench_rings", 1)
+    skipped = check.Row("bench_rings", "skipped", figures="one GPU here, and rings need two")
+    measured = check.Row("bench_rings", "ok", figures="ring of 8 at 300 GB/s")
+    assert found == (skipped if num_gpus == 1 else measured)
 
 
 @pytest.mark.parametrize("broken", ["packages", "planner"])
