@@ -111,7 +111,7 @@ class ModelPass:
         ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
         with (
             self.offload.micro_batch(ratio, len(micro_batch.tokens)) as stash,
-            _emptied_kept(stash),
+            emptied_kept(stash),
         ):
             # the last stage's loss or logits, else activations for the next stage
             output = model(
@@ -176,7 +176,7 @@ def arrays_of(micro_batch: RankMicroBatch) -> Arrays:
 
 
 @contextmanager
-def _emptied_kept(stash: MicroBatchStash | None) -> Iterator[None]:
+def emptied_kept(stash: MicroBatchStash | None) -> Iterator[None]:
     """Within it the stash keeps what Megatron's recomputation of parts will empty.
 
     The outputs of some ``--recompute-modules`` are emptied in forward, once the next module has

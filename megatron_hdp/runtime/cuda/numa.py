@@ -27,19 +27,19 @@ def bind(gpu: str, system: Path = SYSTEM) -> str:
     Returns:
         What was done, or why nothing was.
     """
-    nodes = _nodes(system)
-    if len(nodes) < 2:
+    by_number = nodes(system)
+    if len(by_number) < 2:
         return "any CPU: there is one NUMA node"
-    number = _node_of(gpu, system)
-    if number not in nodes:
+    number = node_of(gpu, system)
+    if number not in by_number:
         return (
-            f"any CPU: the machine does not say to which of its {len(nodes)} nodes the GPU belongs"
+            f"any CPU: the machine does not say on which of its {len(by_number)} nodes the GPU is"
         )
-    near, allowed = nodes[number], os.sched_getaffinity(0)
+    near, allowed = by_number[number], os.sched_getaffinity(0)
     if allowed <= near:
         return f"those of NUMA node {number}, as this rank's GPU, by whoever started it"
-    if allowed != set().union(*nodes.values()):
-        found = [node for node, cpus in nodes.items() if cpus & allowed]
+    if allowed != set().union(*by_number.values()):
+        found = [node for node, cpus in by_number.items() if cpus & allowed]
         return (
             f"{len(allowed)} on NUMA nodes {found}, kept as whoever started this rank chose them; "
             f"its GPU is on node {number} (torchrun --numa-binding=node binds to it)"
@@ -55,14 +55,14 @@ def bind(gpu: str, system: Path = SYSTEM) -> str:
     return f"the {len(near)} of NUMA node {number}, on which this rank's GPU is"
 
 
-def _nodes(system: Path) -> dict[int, set[int]]:
+def nodes(system: Path = SYSTEM) -> dict[int, set[int]]:
     """The CPUs of each NUMA node that has some: a node may be memory alone."""
     lists = (system / "devices/system/node").glob("node[0-9]*/cpulist")
     found = {int(path.parent.name[4:]): _numbers(path.read_text()) for path in lists}
     return {node: cpus for node, cpus in sorted(found.items()) if cpus}
 
 
-def _node_of(gpu: str, system: Path) -> int | None:
+def node_of(gpu: str, system: Path = SYSTEM) -> int | None:
     """The node that a GPU is on; -1 or None where the machine does not say."""
     path = system / "bus/pci/devices" / gpu / "numa_node"
     return int(path.read_text()) if path.exists() else None

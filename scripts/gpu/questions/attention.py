@@ -1,5 +1,6 @@
 """Attention: plans that are built, empty segments, rings' precision, short packs, copies."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,7 +16,7 @@ from common import seconds_of
 
 from megatron_hdp.runtime.attention import AttentionBackend, RunShapes, select_attention
 from megatron_hdp.runtime.host_to_device import PackedArrays, with_arrays_ahead
-from megatron_hdp.runtime.kernels import MatmulKernel
+from megatron_hdp.runtime.kernels import MatmulKernel, TorchFlashKernel
 from megatron_hdp.runtime.ring import RingAttention, RingComm, TokenLayout
 from questions import Answer, question
 
@@ -70,6 +71,36 @@ def _plans_by_number_of_sequences() -> Answer:
     return Answer(found, ten - again < 0.2 * max(nine - again, 5.0))
 
 
+_SECOND_OF_A_CLASS = {  # lengths whose plans are made, then others for which none should be
+    "sequences": ((7168, *(128,) * 8), (7040, *(128,) * 9)),
+    "tokens": ((5000, 1000), (5000, 1500)),
+    "longest": ((2100, 1900, 1000), (2500, 1500, 1000)),
+}
+
+
+@question(
+    "host's time for the second micro-batch of a class in TransformerEngine",
+    "below 20 ms: sequences, tokens and the longest may differ",
+)
+def _second_of_a_class() -> Answer:
+    attend, found = _backend("transformer-engine"), {}
+
+    def host_ms(lengths: tuple[int, ...]) -> float:
+        layout = TokenLayout((0,), 0, (), lengths, torch.device("cuda"))
+        inputs = _inputs(sum(lengths))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        _results(attend, inputs, layout)
+        span = 1e3 * (time.perf_counter() - began)
+        torch.cuda.synchronize()
+        return span
+
+    for what, (first, second) in _SECOND_OF_A_CLASS.items():
+        found[what] = host_ms(first), host_ms(second)
+    told = ", ".join(f"{what} {ms:.0f} ms after {made:.0f}" for what, (made, ms) in found.items())
+    return Answer(told, all(ms < 20 for _, ms in found.values()))
+
+
 @question("price of empty sequences in TransformerEngine, 65 made up to 128", "less than 5 %")
 def _price_of_empty_sequences() -> Answer:
     """The pack to which most empty ones are added, with them and without."""
@@ -115,6 +146,26 @@ def _kernel_of_short_packs() -> Answer:
 def _kernel_of_medium_packs() -> Answer:
     name, found = fastest((4096,) * 16)
     return Answer(found, name == "transformer-engine")
+
+
+@question(
+    "our own kernels for 16 sequences of 4,096 tokens: FlashAttention 2, and 3 or 4",
+    "the newer are faster where their package is",
+)
+def _newer_flash_attention() -> Answer:
+    layout = TokenLayout((0,), 0, (), (4096,) * 16, torch.device("cuda"))
+    inputs, taken, refused = _inputs(16 * 4096), {}, []
+    for newer in (None, "FA3", "FA4"):
+        try:
+            attend = RingAttention(TorchFlashKernel(newer))
+            spans = [_ms(lambda a=attend: _results(a, inputs, layout)) for _ in range(7)]
+            taken[newer or "FA2"] = median(spans[2:])
+        except Exception as error:  # not there, or not for this GPU
+            refused.append(f"{newer}: {type(error).__name__}")
+        finally:
+            TorchFlashKernel.restore()
+    told = ", ".join([*(f"{name} {span:.2f} ms" for name, span in taken.items()), *refused])
+    return Answer(told, min(taken, key=taken.__getitem__) != "FA2" or len(taken) == 1)
 
 
 @question("does the GPU wait for the next micro-batch's arrays", "no: less than a fifth of a copy")

@@ -4,39 +4,116 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import seconds_of
 from several_ranks import new_group_of_all, one_gpu_environment, run
 
-from megatron_hdp.runtime.ring import RingComm, new_ring_group
+from megatron_hdp.runtime.attention import RunShapes, select_attention
+from megatron_hdp.runtime.ring import RingComm, TokenLayout, new_ring_group
 from questions import Answer, question
 
 _LATE_S = 2.0
-_LIMIT_S = 14.0  # three times, and channels: a topic has a minute
+_LIMIT_S = 16.0  # of each pair of ranks; there are five
 _PER_PEER = re.compile(r"(\d+) p2p channels per peer")
+
+
+@cache
+def _messages() -> dict[str, Any]:
+    """What rank 0 of two found."""
+    found: dict[str, Any] = run(2, message_times, timeout_s=_LIMIT_S)[0]
+    return found
 
 
 @question("first message of a ring", "no longer than ten later ones")
 def _first_message() -> Answer:
     """Whether neighbours are connected, and the options of the communicator taken, at start."""
-    (first_ms, later_ms, is_urgent), _ = run(2, message_times, timeout_s=_LIMIT_S)
+    first_ms, later_ms, is_urgent = (_messages()[key] for key in ("first", "later", "urgent"))
     found = f"first {first_ms:.1f} ms, later {later_ms:.1f} ms, priority {is_urgent}"
     return Answer(found, bool(is_urgent) and first_ms < 10 * later_ms)
 
 
-def message_times() -> tuple[float, float, bool]:
-    """Body of a rank: milliseconds of the first message in a ring and of later ones."""
-    group = new_group_of_all("cuda")
+@question("host's time for a hop of a ring, beside PyTorch's batch alone", "at most 20 us more")
+def _host_of_a_hop() -> Answer:
+    ours_us, bare_us = _messages()["ours_us"], _messages()["bare_us"]
+    return Answer(f"{ours_us:.0f} us, alone {bare_us:.0f} us", ours_us < bare_us + 20)
+
+
+def message_times() -> dict[str, Any]:
+    """Body of a rank: of the first message of a ring and later ones, and the host's for a hop."""
+    group, rank = new_group_of_all("cuda"), dist.get_rank()
     comm, tensor = RingComm(group), torch.zeros(1 << 20, device="cuda")
-    message = partial(comm.pass_on, tensor, (0, 1), dist.get_rank())
+    message = partial(comm.pass_on, tensor, (0, 1), rank)
     times = [1e3 * seconds_of(lambda: message().wait(), "cuda") for _ in range(6)]
     options = group._get_backend(torch.device("cuda")).options
-    return times[0], max(times[1:]), options.is_high_priority_stream
+    sent, received = torch.zeros(2, 256, device="cuda").unbind()
+
+    def bare() -> None:
+        kinds = ((dist.isend, sent), (dist.irecv, received))
+        batch = [dist.P2POp(kind, x, group=group, group_peer=1 - rank) for kind, x in kinds]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+
+    return {
+        "first": times[0],
+        "later": max(times[1:]),
+        "urgent": options.is_high_priority_stream,
+        "ours_us": _host_us(lambda: comm.pass_on(sent, (0, 1), rank, into=received).wait()),
+        "bare_us": _host_us(bare),
+    }
+
+
+def _host_us(hop: Callable[[], object], number: int = 100) -> float:
+    """Microseconds of the host for a hop, while the GPU may be behind."""
+    found = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(number):
+            hop()
+        found.append(1e6 * (time.perf_counter() - began) / number)
+    torch.cuda.synchronize()
+    return min(found)
+
+
+@question(
+    "memory freed and not reusable while the host is 16 layers ahead of a ring, and retries",
+    "below 64 MB, none",
+)
+def _buffers_of_a_ring() -> Answer:
+    """Whether buffers of hops wait for NCCL's stream before they are used again."""
+    waiting, retries = run(2, ring_ahead_of_the_gpu, timeout_s=_LIMIT_S)[0]
+    return Answer(f"{waiting / 1e6:.0f} MB, {retries} retries", waiting < 64e6 and not retries)
+
+
+def ring_ahead_of_the_gpu() -> tuple[int, int]:
+    """Body of a rank: bytes that wait at most, and how often the allocator gave all back."""
+    device, tokens = torch.device("cuda", 0), 8192  # 8 MB of keys and values
+    comm = RingComm(new_group_of_all("cuda"))
+    shapes = RunShapes(device, torch.bfloat16, 128, heads=8, kv_heads=2)
+    attend = select_attention(shapes, "torch", comm).backend
+    layout = TokenLayout((0, 1), dist.get_rank(), (tokens,), (), device)
+    *leaves, _ = shapes.inputs(tokens)
+
+    def layers(number: int) -> None:
+        outs = [attend(*leaves, layout, comm, 128**-0.5) for _ in range(number)]
+        torch.autograd.grad(torch.stack(outs).sum(), leaves)
+
+    layers(1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(2 * 10**9)  # about a second: launches go on
+    layers(16)
+    torch.cuda.synchronize()
+    found = torch.cuda.memory_stats()
+    waiting = found["active_bytes.all.peak"] - found["allocated_bytes.all.peak"]
+    return waiting, found["num_alloc_retries"]
 
 
 @question("channels that two ranks of the rings' communicator share, by NCCL's log", "4 or more")

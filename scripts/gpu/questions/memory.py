@@ -7,12 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from common import seconds_of
 
 from megatron_hdp.runtime.clocks import DriverQuery, clock_of
-from megatron_hdp.runtime.cuda import settings
+from megatron_hdp.runtime.cuda import numa, pci_address, settings
+from megatron_hdp.runtime.offload import ActivationOffload
 from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
 from questions import Answer, question
 
@@ -145,6 +148,80 @@ def _second_pool() -> Answer:
     del main
     torch.cuda.empty_cache()
     return Answer(f"{reserved:.1f} GiB reserved for 1 GiB in use", reserved > 1.9)
+
+
+@question(
+    "copies to the host: memory of the GPU's NUMA node, and of others",
+    "the GPU's is the fastest, within 5 %",
+)
+def _numa() -> Answer:
+    home, allowed = numa.node_of(pci_address(torch.cuda.current_device())), os.sched_getaffinity(0)
+    nodes = {node: cpus & allowed for node, cpus in numa.nodes().items() if cpus & allowed}
+    on_gpu, kept, speeds = torch.empty(_GIB, dtype=torch.uint8, device="cuda"), [], {}
+    try:
+        for node, cpus in nodes.items():
+            os.sched_setaffinity(0, cpus)  # of this thread, which pins
+            kept.append(torch.empty_like(on_gpu, device="cpu", pin_memory=True))
+            copy = partial(kept[-1].copy_, on_gpu, non_blocking=True)
+            speeds[node] = _GIB / min(seconds_of(copy, "cuda") for _ in range(3)) / 1e9
+    finally:
+        os.sched_setaffinity(0, allowed)
+    told = ", ".join(f"node {node} {speed:.1f} GB/s" for node, speed in speeds.items())
+    is_home = home in speeds and speeds[home] > 0.95 * max(speeds.values())
+    return Answer(f"{told}; the GPU is on node {home}", is_home or len(numa.nodes()) < 2)
+
+
+class _Recomputing(torch.nn.Module):
+    """A layer whose norm and activation Megatron empties in forward and computes again."""
+
+    def __init__(self, norm: torch.nn.Module, width: int) -> None:
+        super().__init__()
+        self.norm, self.wide = norm, torch.nn.Linear(width, 4 * width)
+        self.narrow = torch.nn.Linear(4 * width, width)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        from megatron.core.tensor_parallel import CheckpointWithoutOutput
+
+        norm, activation = (CheckpointWithoutOutput(fp8=None) for _ in range(2))
+        wide = self.wide(norm.checkpoint(self.norm, hidden_states))
+        norm.discard_output_and_register_recompute(wide)
+        out = self.narrow(activation.checkpoint(torch.nn.functional.gelu, wide))
+        activation.discard_output_and_register_recompute(out)
+        return hidden_states + out
+
+
+@question(
+    "gradients with offload, layernorm and moe_act being recomputed",
+    "those without offload",
+)
+def _offload_beside_recomputation() -> Answer:
+    """By Megatron's own recomputation, with TransformerEngine's norm where it is installed."""
+    from megatron_hdp.megatron.execution.model_pass import emptied_kept
+
+    try:
+        from transformer_engine.pytorch import RMSNorm
+    except ImportError:
+        from torch.nn import RMSNorm
+    device, width, tokens = torch.device("cuda"), 1024, 8192
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(_Recomputing(RMSNorm(width), width) for _ in range(6))
+    layers.to(device, torch.bfloat16)
+    offload = ActivationOffload(layers, device, layers.parameters)
+    given, gradients = torch.randn(tokens, width, device=device, dtype=torch.bfloat16), []
+    for ratio in (0.0, 0.5, 1.0):
+        layers.zero_grad()
+        hidden = given.clone().requires_grad_()
+        with offload.micro_batch(ratio, tokens) as stash, emptied_kept(stash):
+            for layer in layers:
+                hidden = layer(hidden)
+        hidden.float().square().mean().backward()
+        gradients.append([one.grad.float() for one in layers.parameters()])
+    errors = [
+        max(float((a - b).norm() / b.norm()) for a, b in zip(one, gradients[0], strict=True))
+        for one in gradients[1:]
+    ]
+    told = f"errors {errors[0]:.1e} and {errors[1]:.1e}; {offload.offloaded_bytes / 1e6:.0f} MB"
+    return Answer(told, max(errors) < 1e-3 and offload.offloaded_bytes > 0)
 
 
 def _while_the_queue_is_full(launch: Callable[[], object], measure: Callable[[], float]) -> float:

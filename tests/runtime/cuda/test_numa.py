@@ -63,9 +63,9 @@ class Threads:
         ({"nodes": ("0-7",), "gpu_on": "0"}, ALL, None, "there is one NUMA node"),
         ({"nodes": ("0-7",), "gpu_on": "-1"}, ALL, None, "there is one NUMA node"),
         ({"nodes": ()}, ALL, None, "there is one NUMA node"),
-        ({"gpu_on": "-1"}, ALL, None, "does not say to which of its 2 nodes"),
-        ({"gpu_on": None}, ALL, None, "does not say to which of its 2 nodes"),
-        ({"gpu_on": "2"}, ALL, None, "does not say to which of its 2 nodes"),
+        ({"gpu_on": "-1"}, ALL, None, "does not say on which of its 2 nodes"),
+        ({"gpu_on": None}, ALL, None, "does not say on which of its 2 nodes"),
+        ({"gpu_on": "2"}, ALL, None, "does not say on which of its 2 nodes"),
     ],
 )
 def test_threads_are_bound(monkeypatch, tmp_path, how, allowed, bound, words):
