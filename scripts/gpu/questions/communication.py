@@ -15,6 +15,7 @@ import torch.distributed as dist
 from common import seconds_of
 from several_ranks import new_group_of_all, one_gpu_environment, run
 
+from megatron_hdp.planner.memory.gpu import RUNTIME_BYTES
 from megatron_hdp.runtime.attention import RunShapes, select_attention
 from megatron_hdp.runtime.ring import RingComm, TokenLayout, new_ring_group
 from questions import Answer, question
@@ -116,25 +117,44 @@ def ring_ahead_of_the_gpu() -> tuple[int, int]:
     return waiting, found["num_alloc_retries"]
 
 
+@cache
+def _wide_rings() -> tuple[list[int], float]:
+    """Of two ranks that say they are two nodes: channels of a pair, and bytes that each holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        held, _ = run(2, make_wide_rings, folder, timeout_s=_LIMIT_S)
+        logs = "".join(path.read_text() for path in Path(folder).iterdir())
+    return [int(number) for number in _PER_PEER.findall(logs)], held
+
+
 @question("channels that two ranks of the rings' communicator share, by NCCL's log", "4 or more")
 def _channels() -> Answer:
-    """Of two ranks that say they are two nodes; without the cap that these ranks have otherwise."""
-    with tempfile.TemporaryDirectory() as folder:
-        run(2, make_wide_rings, folder, timeout_s=_LIMIT_S)
-        logs = "".join(path.read_text() for path in Path(folder).iterdir())
-    found = [int(number) for number in _PER_PEER.findall(logs)]
-    return Answer(f"{found}", min(found) >= 4)
+    found, _ = _wide_rings()
+    return Answer(f"{found}", min(found, default=0) >= 4)
 
 
-def make_wide_rings(folder: str) -> None:
-    """Body of a rank: makes the communicator as a run does, and notes what NCCL logs."""
+@question(
+    "memory of CUDA, with all kernels loaded, and of one communicator of NCCL's",
+    f"less than the {RUNTIME_BYTES / 1e9:.0f} GB that the memory model assumes",
+)
+def _memory_beside_pytorch() -> Answer:
+    _, held = _wide_rings()
+    return Answer(f"{held / 1e9:.2f} GB", held < RUNTIME_BYTES)
+
+
+def make_wide_rings(folder: str) -> float:
+    """Body of a rank: the communicator as a run makes it, with NCCL's log; bytes that are held."""
     log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": f"{folder}/%p"}
-    os.environ.update(one_gpu_environment(dist.get_rank()) | log)
-    del os.environ["NCCL_MAX_CTAS"]
+    os.environ.update(one_gpu_environment(dist.get_rank()) | log, CUDA_MODULE_LOADING="EAGER")
+    del os.environ["NCCL_MAX_CTAS"]  # the cap that these ranks have otherwise
     torch.cuda.set_device(0)
     everyone, timeout = [list(range(dist.get_world_size()))], timedelta(seconds=_LIMIT_S)
     device = torch.device("cuda", 0)
     new_ring_group(everyone, timeout, device, max_ctas=16, backend="nccl", tell=print)
+    torch.cuda.synchronize()
+    dist.barrier()  # gloo's: both hold what they hold
+    free, total = torch.cuda.mem_get_info()
+    dist.barrier()
+    return (total - free) / dist.get_world_size() - torch.cuda.memory_reserved()
 
 
 @question("a ring's message beside a reduction that waits", "passes at once")

@@ -101,7 +101,8 @@ def _fragments() -> Answer:
 
 @question("a save's tensors for its writer, segments growing, without SYS_PTRACE", "the same")
 def _asynchronous_save() -> Answer:
-    found = _process(_PREPARE + _SAVE, *_WITHOUT_PTRACE)
+    is_root = os.geteuid() == 0  # others have no SYS_PTRACE to drop
+    found = _process(_PREPARE + _SAVE, *(_WITHOUT_PTRACE if is_root else ()))
     return Answer(" ".join(found), found == ["cpu", "True"])
 
 
