@@ -62,6 +62,7 @@ class Case:
     """Within it models are built and steps run."""
     patches: tuple[tuple[str, Any], ...] = ()
     """What is replaced during steps, and must change nothing."""
+    tolerance: float = 1e-10
 
     @property
     def hdp_ranks(self) -> int:

@@ -23,6 +23,7 @@ from tests.gradient_equivalence.case import Case, mixed, never_had_chat
 from tests.gradient_equivalence.cases import (
     ACROSS,
     ALONE,
+    CASES,
     EXPERT_MODELS,
     FUSED,
     FUSED_LENGTHS,
@@ -39,6 +40,7 @@ from tests.gradient_equivalence.cases import (
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
 from tests.gradient_equivalence.taken_over import taken_over
+from tests.support.fake_deep_ep import Buffer
 from tests.support.gradients import EXPERTS
 from tests.support.mla import MLA
 
@@ -72,6 +74,11 @@ def block_without_heads(layout, step):
     """A ring in which no head chunk is seen as a whole."""
     segments = layout.half_segments
     return layout.tails, layout.tails, Block(segments, segments, causal=False)
+
+
+def back_from_one_rank(self, x, in_rank, received):
+    """What becomes of a token that no expert of the group's first rank was for is lost."""
+    return BACK(self, x, in_rank, received) * in_rank[:, :1]
 
 
 def finalize_with_one_token_too_many(self, step, num_loss_tokens, *args, **kwargs):
@@ -173,6 +180,7 @@ def scale_of_the_channels() -> Iterator[None]:
 FINALIZE, SEEN_HERE, HALO = HdpExecutor._finalize, HdpRouter._seen_here, Halo.of
 ROTATION, GRADIENTS = HdpMlaSelfAttention._rotation, _Projection.gradients
 GATHER, BEGIN = last_stage.gather_from_sequence_parallel_region, InterleavedComm.begin
+BACK = Buffer._back
 IS_TRAINED = TableSource.is_trained
 EXECUTOR, MODEL = "megatron_hdp.megatron.execution.executor", "megatron_hdp.megatron.model"
 RING, READ = "megatron_hdp.runtime.ring", "megatron_hdp.data.steps.loaders.read_micro_batch"
@@ -258,6 +266,9 @@ FAULTS: dict[str, Fault] = {
         f"{MODEL}.router.HdpRouter._preferred",
         lambda self, logits, routing_map: routing_map,
         1e-9,
+    ),
+    "deepep-loses-tokens": _planted(
+        CASES["flex-recompute"], "tests.support.fake_deep_ep.Buffer._back", back_from_one_rank
     ),
     "sigmoid-in-float32": _planted(_BIASED, "torch.Tensor.float", float32, 1e-9),
     "grouped-expert-forgotten": Fault(

@@ -4,8 +4,9 @@ from functools import partial
 
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from tests.gradient_equivalence.case import ACROSS, PP2, TP2_SP, Case
+from tests.gradient_equivalence.case import ACROSS, PP2, TP2_SP, Case, joined
 from tests.gradient_equivalence.taken_over import configured
+from tests.support.fake_deep_ep import installed
 from tests.support.gradients import EXPERTS
 
 COLUMNS = ColumnParallelLinear.forward
@@ -37,6 +38,30 @@ def _fp8() -> dict[str, Case]:
     }
 
 
+def _dispatched() -> dict[str, Case]:
+    """Tokens by DeepEP, which knows weights in float32 only; shared experts beside an exchange."""
+    flex = {"moe_token_dispatcher_type": "flex"}
+    apart = TP2_SP | {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 4}
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    recompute |= {"recompute_num_layers": 1}
+    rows = {
+        "two-groups": (4, ACROSS),
+        "tensor-ranks": (4, apart),
+        "recompute": (2, ACROSS | recompute),
+        "stages": (4, PP2 | ACROSS),
+    }
+    beside = EXPERTS | {"moe_shared_expert_intermediate_size": 20}
+    beside |= {"moe_shared_expert_overlap": True}
+    overlapped = {
+        "overlap-gate": Case(4, joined(beside, ACROSS, {"moe_shared_expert_gate": True})),
+        "overlap-tensor-recompute": Case(4, joined(beside, apart, recompute)),
+    }
+    return overlapped | {
+        f"flex-{name}": Case(ranks, joined(EXPERTS, more, flex), around=installed, tolerance=1e-6)
+        for name, (ranks, more) in rows.items()
+    }
+
+
 def on_gpus() -> dict[str, Case]:
     """All of them."""
-    return _fp8()
+    return _fp8() | _dispatched()

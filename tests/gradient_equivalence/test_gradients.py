@@ -59,7 +59,7 @@ def errors_with_fault(name, runs):
 def test_gradients(run_ranks, tmp_path, name):
     case = CASES[name]
     errors = run_ranks(case.ranks, errors_of_case, name, case.runs(tmp_path), timeout_s=570)[0]
-    assert max(errors) <= TOLERANCE, errors
+    assert max(errors) <= case.tolerance, errors
 
 
 @pytest.mark.parametrize("name", FAULTS)

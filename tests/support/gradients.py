@@ -396,6 +396,7 @@ _ALONE = {
     "pipeline_model_parallel_layout": None,
     **{"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
     "moe_z_loss_coeff": None,
+    "moe_token_dispatcher_type": "alltoall",
 }
 
 

@@ -22,6 +22,7 @@ from megatron_hdp.megatron.options import (
     ParallelOptions,
     TrainingArguments,
     check_data,
+    check_dispatcher,
     check_fp8,
     check_latent_ring,
     check_layout,
@@ -46,7 +47,6 @@ _SHAPES = "it needs one activation shape, but under HDP every micro-batch has it
 _GPT = "HDP trains GPT models with rotary position embeddings or none"
 _EXPERTS = "HDP trains experts of the hidden size, with their own weights, chosen at every step"
 _MTP = "HDP's MTP layers have their own weights, and the model learns from their loss"
-_STREAM = "HDP's rings and offload wait for one compute stream only"
 _ROUTING = "its effect depends on which tokens share a micro-batch, so on the plan"
 _FSDP = "HDP reduces gradients with Megatron's DDP and distributed optimizer"
 _SCHEDULE = "it changes Megatron's schedule, but under HDP a step follows its plan"
@@ -69,7 +69,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         False,
         "it saves shifted optimizer states when gradients have more than one bucket",
     ),
-    "moe_shared_expert_overlap": (False, _STREAM),
     "moe_expert_capacity_factor": (None, _ROUTING),
     "moe_router_force_load_balancing": (False, _ROUTING),
     "moe_router_force_biased": (None, _ROUTING),
@@ -197,6 +196,7 @@ def check(args: argparse.Namespace) -> None:
         _check_latent_attention(args)
     check_data(args)
     check_fp8(args, options)
+    check_dispatcher(args, options)
     if getattr(args, "moe_grouped_gemm", False):
         _check_grouped_gemm(args.transformer_impl)
     if "moe" in (getattr(args, "recompute_modules", None) or ()):

@@ -22,6 +22,7 @@ from megatron_hdp.megatron.releases import submodules_of
 
 _OF_CONFIG = (
     *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    "moe_shared_expert_overlap",
     *("moe_router_topk", "moe_router_score_function", "moe_router_num_groups"),
     *("moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_pre_softmax"),
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_z_loss_coeff"),
@@ -62,12 +63,13 @@ def balance_by_sequence(spec: ModuleSpec) -> None:
 @contextmanager
 def without_shared_experts(mixture: MoELayer) -> Iterator[None]:
     """Within the block a mixture of experts gives what its routed experts give."""
-    found = mixture.use_shared_expert
-    mixture.use_shared_expert = False
+    dispatcher = mixture.token_dispatcher  # runs them itself where they overlap its exchange
+    found = mixture.use_shared_expert, dispatcher.shared_experts
+    mixture.use_shared_expert, dispatcher.shared_experts = False, None
     try:
         yield
     finally:
-        mixture.use_shared_expert = found
+        mixture.use_shared_expert, dispatcher.shared_experts = found
 
 
 class ExpertLinear(RowParallelLinear):

@@ -32,7 +32,7 @@ from megatron_hdp.megatron.options.layer_patterns import (
 )
 from megatron_hdp.megatron.options.mla_checks import check_latent_ring, check_mla
 from megatron_hdp.megatron.options.model_options import MlaOptions, MoeOptions, PositionOptions
-from megatron_hdp.megatron.options.moe_checks import check_moe
+from megatron_hdp.megatron.options.moe_checks import check_dispatcher, check_moe
 from megatron_hdp.megatron.options.parsing import build_parser, markdown_tables, parse_arguments
 from megatron_hdp.megatron.options.position_checks import (
     check_positions,
@@ -60,6 +60,7 @@ __all__ = [
     "build_parser",
     "check_batch_size",
     "check_data",
+    "check_dispatcher",
     "check_fp8",
     "check_latent_ring",
     "check_layout",

@@ -227,6 +227,11 @@ class MoeOptions:
     moe_shared_expert_gate: bool = option(
         False, help="Multiply the output of the shared experts by a learnt sigmoid gate."
     )
+    moe_shared_expert_overlap: bool = option(
+        False,
+        help="Run the shared experts on a stream of their own, beside the exchange of tokens; "
+        "needs --moe-token-dispatcher-type alltoall.",
+    )
     moe_router_topk: int = option(2, minimum=1, help="Number of experts per token.")
     moe_router_score_function: str = option(
         "softmax",
@@ -276,8 +281,9 @@ class MoeOptions:
     )
     moe_token_dispatcher_type: str = option(
         "allgather",
-        choices=("allgather", "alltoall"),
-        help="How tokens reach their experts. Experts that span HDP ranks need alltoall.",
+        choices=("allgather", "alltoall", "flex"),
+        help="How tokens reach their experts. Experts that span HDP ranks need alltoall or flex, "
+        "which is DeepEP.",
     )
     expert_model_parallel_size: int = option(
         1, minimum=1, help="Number of ranks that share the experts of a layer."

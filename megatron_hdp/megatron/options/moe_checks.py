@@ -1,11 +1,12 @@
 """Checks the options of mixture of experts, with each other and with HDP: `OptionError`."""
 
 from dataclasses import fields
+from typing import Any
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments, expert_domain_size
 from megatron_hdp.megatron.options.layer_patterns import expert_layers
 from megatron_hdp.megatron.options.model_options import MoeOptions
-from megatron_hdp.options import OptionError, flag_of, no_effect, require_multiple
+from megatron_hdp.options import HdpOptions, OptionError, flag_of, no_effect, require_multiple
 
 
 def check_moe(args: TrainingArguments) -> None:
@@ -85,8 +86,14 @@ def _check_layers(args: TrainingArguments) -> None:
             "least one: leave --num-experts out"
         )
     shared = args.moe_shared_expert_intermediate_size
-    if shared is None and args.moe_shared_expert_gate:
-        raise no_effect("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size")
+    for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
+        if shared is None and getattr(args, name):
+            raise no_effect(flag_of(name), "--moe-shared-expert-intermediate-size")
+    if args.moe_shared_expert_overlap and args.moe_token_dispatcher_type == "allgather":
+        raise OptionError(
+            "--moe-shared-expert-overlap: found --moe-token-dispatcher-type allgather, expected "
+            "alltoall, beside whose exchange shared experts run: give it, or leave the flag out"
+        )
     require_multiple(args, "moe_shared_expert_intermediate_size", "tensor_model_parallel_size")
     if not args.add_bias_linear:
         return
@@ -123,6 +130,12 @@ def _check_ranks(args: TrainingArguments) -> None:
             "--expert-model-parallel-size"
         )
     ranks = expert_ranks * expert_tensor_ranks
+    if args.moe_token_dispatcher_type == "flex" and (ranks == 1 or not args.bf16):
+        found = "a single rank for all experts" if ranks == 1 else "no --bf16"
+        raise OptionError(
+            f"--moe-token-dispatcher-type flex: found {found}, expected experts over several ranks "
+            "and BF16, which DeepEP sends: use alltoall"
+        )
     if ranks % tensor_ranks and tensor_ranks % ranks:
         raise OptionError(
             f"--expert-model-parallel-size {expert_ranks} x --expert-tensor-parallel-size "
@@ -131,7 +144,37 @@ def _check_ranks(args: TrainingArguments) -> None:
         )
 
 
+def check_dispatcher(of: Any, options: HdpOptions) -> None:
+    """Checks with HDP's options how tokens reach experts that span HDP ranks.
+
+    Args:
+        of: arguments, ours or Megatron's, or a model's configuration.
+        options: HDP's.
+    """
+    if getattr(of, "moe_shared_expert_overlap", False) and options.hdp_offload != "off":
+        raise OptionError(
+            f"--moe-shared-expert-overlap with --hdp-offload {options.hdp_offload}: expected off, "
+            "because what shared experts save lies on a stream that offload does not follow: leave "
+            "one of them out"
+        )
+    backend = getattr(of, "moe_flex_dispatcher_backend", "deepep")
+    if getattr(of, "moe_token_dispatcher_type", None) != "flex" or backend == "deepep":
+        return
+    if backend != "hybridep":
+        raise OptionError(
+            f"--moe-flex-dispatcher-backend {backend} does not go with --hybrid-data-parallel, "
+            "which needs deepep: its buffers have room for --seq-length tokens of every rank"
+        )
+    if not getattr(of, "moe_hybridep_pad_uneven_dispatch_inputs", False):
+        raise OptionError(
+            "--moe-flex-dispatcher-backend hybridep needs equally many tokens on every rank, but "
+            "HDP ranks hold different numbers: use deepep, or from Megatron-LM 0.19 on add "
+            "--moe-hybridep-pad-uneven-dispatch-inputs"
+        )
+
+
 def _check_with_hdp(args: TrainingArguments) -> None:
+    check_dispatcher(args, args)
     kind = args.moe_router_load_balancing_type
     if kind in ("aux_loss", "global_aux_loss") and args.moe_aux_loss_coeff:
         level = "each rank's micro-batch" if kind == "aux_loss" else "the micro-batches so far"
@@ -144,5 +187,6 @@ def _check_with_hdp(args: TrainingArguments) -> None:
         raise OptionError(
             "--moe-token-dispatcher-type allgather needs equally many tokens on every rank, "
             f"but --expert-model-parallel-size {args.expert_model_parallel_size} spans "
-            f"{expert_domain_size(args)} HDP ranks, which hold different numbers: use alltoall"
+            f"{expert_domain_size(args)} HDP ranks, which hold different numbers: use alltoall or "
+            "flex"
         )

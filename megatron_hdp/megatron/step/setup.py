@@ -12,6 +12,7 @@ from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
+    check_dispatcher,
     check_fp8,
     cost_model_of_job,
     head_sizes,
@@ -55,7 +56,8 @@ def build_executor(
 
     Raises:
         ValueError: there is no attention for this device and these shapes, or not the chosen one,
-            or ranks would take different ones; or the model has FP8 that HDP does not know.
+            or ranks would take different ones; or the model has FP8 or a dispatcher of
+            tokens that HDP does not know.
     """
     device = compute_device()
     if device.type == "cuda" and arguments.hdp_numa_binding:
@@ -64,6 +66,7 @@ def build_executor(
     allow_variants()
     config = get_model_config(chunks[0])
     check_fp8(config, arguments)
+    check_dispatcher(config, arguments)
     place = rank_place(arguments, config)
     comm = new_ring_comm(arguments, timeline)
     shapes = _shapes_of(arguments, place)

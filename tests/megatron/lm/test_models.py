@@ -53,7 +53,7 @@ HAS_YARN = tuple(map(int, package_info.__version__.split(".")[:2])) >= (0, 19)
 
 ONE, TWO = [*HDP, "256"], (2, [*HDP, "160"])
 STAGES = (4, [*HDP, "160", "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"])
-ACROSS = ["--expert-model-parallel-size", "2"]
+ACROSS, BESIDE = ["--expert-model-parallel-size", "2"], ["--moe-shared-expert-overlap"]
 ACROSS_TENSOR = (4, [*ONE, *TENSOR, *ACROSS, "--expert-tensor-parallel-size", "1"])
 ACROSS_STAGES = ["--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"]
 
@@ -72,7 +72,7 @@ class Case:
 
 
 CASES = {
-    "deepseek": Case(DEEPSEEK, {"apart": (2, [*ONE, *ACROSS])}, 1e-5),
+    "deepseek": Case(DEEPSEEK, {"apart": (2, [*ONE, *ACROSS, *BESIDE])}, 1e-5),
     "deepseek-stages": Case(DEEPSEEK, {"apart": (4, [*ONE, *ACROSS, *ACROSS_STAGES])}, 1e-5),
     "experts": Case(EXPERTS, {"apart": ACROSS_TENSOR}, 1e-5),
     "gpt-oss": Case(GPT_OSS, {"apart": ACROSS_TENSOR}, 1e-5),

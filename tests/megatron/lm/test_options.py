@@ -124,6 +124,11 @@ def test_everything_on_the_list_is_refused(name):
 TE_LAYERS = {"transformer_impl": "transformer_engine", "fp8": "hybrid"}
 TENSORWISE = TE_LAYERS | {"fp8_recipe": "tensorwise"}
 BLOCKWISE = TE_LAYERS | {"fp8_recipe": "blockwise"}
+BACKEND, DISPATCHER = "moe_flex_dispatcher_backend", "moe_token_dispatcher_type"
+FLEX = {DISPATCHER: "flex", "bf16": True, "expert_model_parallel_size": 2}
+PADDED_FLEX = {BACKEND: "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True}
+BESIDE = {DISPATCHER: "alltoall", "moe_shared_expert_overlap": True}
+BESIDE |= {"moe_shared_expert_intermediate_size": 8, "add_bias_linear": False}
 TWO = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SELECTIVE = {"recompute_granularity": "selective"}
 RAMP = {"rampup_batch_size": [2, 2, 8]}
@@ -155,6 +160,9 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
         ("--hdp-offload auto", TENSORWISE, "--hdp-offload auto with --fp8-format: expected off"),
         ("--hdp-tokens-per-rank 120", TENSORWISE, "120 is not a multiple of 16, .* give 112"),
         ("", BLOCKWISE | TWO, "128 is not a multiple of 256, .* give 256"),
+        ("", FLEX | {BACKEND: "hybridep"}, "equally many tokens .* use deepe"),
+        ("", FLEX | {BACKEND: "ncclep"}, "ncclep does not go .* needs deepep"),
+        ("--hdp-offload auto", BESIDE, "--moe-shared-expert-overlap with --hdp-offload auto: expe"),
         # what Megatron-LM's script reads and leaves out
         ("", {"position_embedding_type": "yarn"}, "expected 0.19 or newer"),
         ("", UNSCALED, "--rope-scaling-factor: found 32.0, expected 8"),
@@ -267,7 +275,10 @@ THREE = {"tensor_model_parallel_size": 3, "sequence_parallel": True}
         ("", EXPERTS | {"moe_layer_freq": [1, 0, 1]}, "expected 2 numbers that are 0 or 1"),
         ("", EXPERTS | {BALANCING: "aux_loss"}, "use seq_aux_loss, or"),
         ("", EXPERTS | {BALANCING: ["aux_loss"]}, "--moe-router-load-balancing-type: found .'aux"),
-        ("", EXPERTS | {"moe_token_dispatcher_type": "flex"}, "found 'flex', expected allgather"),
+        ("", EXPERTS | {"moe_token_dispatcher_type": "x"}, "found 'x', expected allgather or"),
+        ("", EXPERTS | FLEX | {"expert_model_parallel_size": 1}, "flex: found a single rank for a"),
+        ("", EXPERTS | FLEX | {"bf16": False}, "flex: found no --bf16, expected .*use alltoall"),
+        ("", EXPERTS | BESIDE | {DISPATCHER: "allgather"}, "expected alltoall, be"),
         ("", VIRTUAL | {GROUPS: 3}, "-per-virtual-pipeline-stage: found 3, expected 2, the pipeli"),
         ("", VIRTUAL | {"overlap_p2p_comm": False}, "--no-overlap-p2p-communication with virtual"),
         ("", VIRTUAL | {"overlap_p2p_comm_warmup_flush": True}, "-warmup-flush: found it, expecte"),
@@ -288,6 +299,9 @@ def test_what_megatron_has_derived_is_checked_by_the_rules_of_our_own_command(
         EXPERTS,
         EXPERTS | {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 8},
         EXPERTS | {"moe_layer_freq": 2, "add_bias_linear": True},
+        EXPERTS | FLEX,
+        EXPERTS | FLEX | PADDED_FLEX,
+        EXPERTS | BESIDE,
         EXPERTS | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         VIRTUAL | {GROUPS: None},
         VIRTUAL | {GROUPS: 2},

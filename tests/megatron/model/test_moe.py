@@ -1,5 +1,6 @@
 """Experts under HDP: which kinds are known, and what routers refuse."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
-from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer
+from megatron_hdp.megatron.model.moe import HdpMoeTransformerLayer, without_shared_experts
 from tests.support.gradients import VOCABULARY, moe_arguments, write_corpus
 
 
@@ -72,3 +73,13 @@ def test_other_kinds_of_experts_are_refused(kind):
         with pytest.raises(ValueError, match=expected):
             HdpMoeTransformerLayer.adopt(layer)
     assert type(layer) is TransformerLayer
+
+
+def test_routed_experts_are_timed_alone_wherever_shared_ones_run():
+    """Those that overlap the exchange of tokens are run by what exchanges them."""
+    dispatcher = SimpleNamespace(shared_experts="beside")
+    mixture = SimpleNamespace(use_shared_expert=True, token_dispatcher=dispatcher)
+    with pytest.raises(KeyError), without_shared_experts(mixture):
+        assert not mixture.use_shared_expert and dispatcher.shared_experts is None
+        raise KeyError
+    assert mixture.use_shared_expert and dispatcher.shared_experts == "beside"
