@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,8 @@ from megatron_hdp.runtime.host_to_device import numbers_to_device
 
 T = TypeVar("T")
 
+_NONE = -(2**62)
+
 
 class EveryRankError(ValueError):
     """A mistake that every rank raises in the same place, so that none waits for another."""
@@ -24,6 +27,36 @@ def gathered(value: T) -> list[T]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
+
+
+def gathered_on_first(value: T) -> list[T] | None:
+    """The values of all ranks, by rank, on the first one; every rank must call this."""
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, everyone)
+    return everyone
+
+
+def summed_by_name(mine: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """The sums over all ranks of figures by name; some ranks may have none.
+
+    Every rank must call this. It moves no more on many ranks than on few as long as those that have
+    figures have the same ones.
+    """
+    names, rank = list(mine), dist.get_rank()
+    mark = zlib.crc32("\0".join(names).encode())
+    lowest, least, most = largest([-rank, -mark, mark] if names else [_NONE] * 3, device)
+    if lowest == _NONE:
+        return {}
+    if most != -least:
+        everyone = gathered(dict(mine))
+        names = list(dict.fromkeys(name for one in everyone for name in one))
+        return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+    shared = [names]
+    dist.broadcast_object_list(shared, src=-lowest, device=device)
+    sums = torch.tensor([mine.get(name, 0.0) for name in shared[0]], dtype=torch.float64)
+    sums = sums.to(device)
+    dist.all_reduce(sums)
+    return dict(zip(shared[0], sums.tolist(), strict=True))
 
 
 def from_first_rank(value: T, device: torch.device | None = None) -> T:

@@ -21,7 +21,6 @@ from megatron_hdp.megatron.step import (
     over_all_ranks,
 )
 from megatron_hdp.planner import Plan
-from megatron_hdp.runtime.gathering import gathered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +104,3 @@ def finish_gradients(
             f"the gradient is NaN or infinite, first in {', '.join(names)}, expected finite "
             "numbers: leave the optimizer's step out, and go back to earlier weights"
         )
-
-
-def summed(sums: Mapping[str, float], place: RankPlace) -> dict[str, float]:
-    """Figures by name, added up over all ranks; tensor-parallel ranks hold the same."""
-    everyone = gathered(sums if place.tensor_rank == 0 else {})
-    names = dict.fromkeys(name for one in everyone for name in one)
-    return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}

@@ -28,7 +28,7 @@ from megatron_hdp.megatron.step import (
     reader_of,
 )
 from megatron_hdp.planner import Plan
-from megatron_hdp.runtime.gathering import EveryRankError, on_every_rank
+from megatron_hdp.runtime.gathering import EveryRankError, on_every_rank, summed_by_name
 from megatron_hdp.runtime.health import fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import Timeline
 from megatron_hdp.session.batch import CheckedBatch, TokenBatch
@@ -40,7 +40,6 @@ from megatron_hdp.session.outcome import (
     SessionReport,
     finish_gradients,
     require_finite_loss,
-    summed,
     totals_of,
 )
 from megatron_hdp.session.watch import Watch, watched
@@ -277,12 +276,16 @@ class HdpSession:
             sums = objective.sums()
         job = totals_of(outcome, self.place, bool(sums))
         require_finite_loss(job["loss"], micro_batches, outcome.losses)
+        figures = {}
+        if job["ranks with sums"]:  # tensor-parallel ranks hold the same
+            mine = sums if self.place.tensor_rank == 0 else {}
+            figures = summed_by_name(mine, parallel.compute_device())
         if not forward_only:
             finish_gradients(self.chunks, parameters, self.place, divisor)
         return SessionReport(
             loss=job["loss"] / divisor,
             divisor=divisor,
-            sums=summed(sums, self.place) if job["ranks with sums"] else {},
+            sums=figures,
             sequences=len(checked.lengths),
             tokens=len(checked.token_ids),
             loss_tokens=loss_tokens,

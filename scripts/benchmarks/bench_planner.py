@@ -2,9 +2,9 @@
 
 Prints Markdown tables (``docs/benchmarks.md`` has them): efficiency, bound / makespan, ring traffic
 and planning time; with ``--pipelines`` what virtual stages bring, with ``--experts`` ranks that
-share experts, with both both. A strategy that cannot plan a case, or would take too long, has "-"
-there and its reason below. ``python scripts/benchmarks/bench_planner.py --quick`` takes less than a
-minute.
+share experts, with both both; with ``--step`` what the Python of one rank does for a step. A
+strategy that cannot plan a case, or would take too long, has "-" there and its reason below.
+``python scripts/benchmarks/bench_planner.py --quick`` takes less than a minute.
 """
 
 import argparse
@@ -86,6 +86,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="with --pipelines: parts of the model on each stage, each V a column (default: 1 4)",
     )
     add("--experts", action="store_true", help="the cases with ranks that share experts")
+    add(
+        "--step",
+        action="store_true",
+        help="instead, what one rank does for a step of a case and at its job's start",
+    )
     add("--quick", action="store_true", help="up to 256 ranks, one seed")
     add("--json", metavar="FILE", help="also write every single result")
     add("--list", action="store_true", help="print the names of the cases")
@@ -171,6 +176,14 @@ def main(argv: Sequence[str]) -> int:
     if arguments.list:
         print("\n".join(case.name for case in cases))
         return 0
+    command = shlex.join(["python", "scripts/benchmarks/bench_planner.py", *argv])
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    if arguments.step:
+        from planner_bench.rank_step import parts_of, step_table  # with torch and Megatron
+
+        parts = [parts_of(case, 0, arguments.repeats) for case in cases]
+        print(f"`{command}` on {machine}\n\n{step_table(cases, parts)}")
+        return 0
     strategies, chunks, repeats = arguments.strategies, arguments.virtual_stages, arguments.repeats
     results: list[Result | Staged] = []
     for case, seed in itertools.product(cases, range(1 if arguments.quick else arguments.seeds)):
@@ -183,8 +196,6 @@ def main(argv: Sequence[str]) -> int:
         text = str(StagedTables(cases, strategies, chunks, results))
     else:
         text = tables(cases, strategies, results)
-    command = shlex.join(["python", "scripts/benchmarks/bench_planner.py", *argv])
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"`{command}` on {machine}")
     print(text)
     if arguments.json:

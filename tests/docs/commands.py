@@ -226,6 +226,10 @@ COMMANDS = {
     "--seeds 2": Elsewhere(
         "tests/scripts/benchmarks/test_bench_planner.py::test_cases_of_experts_are_judged_in_lockstep"
     ),
+    "python scripts/benchmarks/bench_planner.py --step --cases github-N1024-C8K "
+    "github-N16384-C8K": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_planner.py::test_the_step_of_a_rank", needs="slow"
+    ),
     "python scripts/benchmarks/bench_planner.py --seeds 3 --json bench.json": Elsewhere(
         "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_from_the_command_line"
     ),

@@ -199,8 +199,8 @@ class Checkpoints:
     def _publish(self, folder: RunFolder, written: Path, iteration: int) -> None:
         """Called on every rank when all parts are on the disk."""
         if self._arguments.checkpoint_checksums:
-            parts = on_every_rank(partial(checksums.take_part, written, dist.get_rank()))
-            on_first_rank(partial(checksums.merge, written, parts))
+            take = partial(checksums.take_part, written, dist.get_rank())
+            on_every_rank(take, partial(checksums.merge, written))
         on_first_rank(partial(folder.publish, written, iteration))
         self._say(f"saved checkpoint of iteration {iteration} to {folder.path}")
 

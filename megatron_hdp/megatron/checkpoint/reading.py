@@ -37,17 +37,19 @@ def require_sound(source: Path, *, contents: bool, say: Callable[[str], None]) -
         mine = share_of(files.sizes, dist.get_rank(), dist.get_world_size())
         return files.has_checksums, [fault for fault in map(files.fault_of, mine) if fault]
 
+    def of_all(outcomes: list[tuple[bool, list[str]]]) -> tuple[bool, list[str]]:
+        return outcomes[0][0], [fault for _, faults in outcomes for fault in faults]
+
     try:
         found = on_first_rank(lambda: inventory(source).outer_faults())
         if contents and not found:
-            outcomes = on_every_rank(contents_of_this_rank)
-            found = [fault for _, faults in outcomes for fault in faults]
+            has_checksums, found = on_every_rank(contents_of_this_rank, of_all)
     except ValueError as error:
         raise ValueError(f"{error}. {_remedy(source)}") from None
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise ValueError(f"{found[0]}{more}. {_remedy(source)}")
-    if contents and not outcomes[0][0]:
+    if contents and not has_checksums:
         say(f"{source} was saved without checksums: only its structure is checked")
 
 

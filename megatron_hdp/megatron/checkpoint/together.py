@@ -13,6 +13,7 @@ from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime import gathering
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
@@ -24,14 +25,17 @@ def on_first_rank(action: Callable[[], T]) -> T:
     return gathering.on_first_rank(lambda: _explained(action), compute_device())
 
 
-def on_every_rank(action: Callable[[], T]) -> list[T]:
-    """Calls `action` on every rank; each gets what all of them returned, by rank.
+def on_every_rank(action: Callable[[], T], then: Callable[[list[T]], R]) -> R:
+    """Calls `action` on every rank, and `then` on the first with what all returned, by rank.
+
+    Every rank gets what `then` returned: no other rank holds what all have given.
 
     Raises:
         ValueError: a rank met a ValueError, or an error of the file system; the same on every rank.
     """
     mine = gathering.on_every_rank(lambda: _explained(action), compute_device())
-    return gathering.gathered(mine)
+    everyone = gathering.gathered_on_first(mine)
+    return on_first_rank(lambda: then(everyone or []))
 
 
 def require_shared(folder: Path, flag: str) -> None:

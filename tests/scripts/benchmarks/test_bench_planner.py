@@ -137,6 +137,21 @@ def test_problems_are_marked_and_named(bench):
     assert [row[1] for row in rows_of(text, "Ring traffic")[2:]] == ["2.0*", "-"]
 
 
+@pytest.mark.slow
+def test_the_step_of_a_rank():
+    """What ranks tell each other to make groups grows as they do, not as all pairs of them."""
+    command = [sys.executable, str(SCRIPT), "--step", "--repeats", "1"]
+    command += ["--cases", "byted-N64-C8K", "byted-N1024-C8K"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if "|" in line]
+    sizes = {one[0].strip(): (one[2], one[4]) for one in rows}
+    few, many = (int(one.replace(",", "")) for one in sizes["start: the rings' group"])
+    assert 0 < few / 64 <= many / 1024 < 1.1 * few / 64
+    assert all(float(one[column]) > 0 for one in rows[2:] for column in (1, 3))
+    assert {"plan", "the rank's share", "start: Megatron's groups"} <= sizes.keys()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
