@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,31 @@ def one_reduces_early(then: str) -> tuple[float, float]:
     reduction.wait()
     torch.cuda.synchronize()
     return sent_s, freed_s
+
+
+@question(
+    "DeepEP beside unequal numbers of tokens, forward and backward, on two GPUs",
+    "each token comes back as it left",
+)
+def _deep_ep() -> Answer:
+    if find_spec("deep_ep") is None or torch.cuda.device_count() < 2:
+        return Answer("not asked: it needs the package deep_ep and two GPUs", True)
+    by_rank = run(2, tokens_by_deep_ep, timeout_s=_LIMIT_S)
+    errors = ", ".join(f"{out:.1g} and {back:.1g}" for out, back in by_rank)
+    return Answer(f"errors {errors}", not any(map(any, by_rank)))
+
+
+def tokens_by_deep_ep() -> tuple[float, float]:
+    """Body of a rank: errors of tokens that one expert of four each has seen, and of gradients."""
+    from megatron.core.transformer.moe.fused_a2a import fused_combine, fused_dispatch
+
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    number = (300, 37)[rank]
+    tokens = torch.randn(number, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    experts = torch.randint(4, (number, 1), device="cuda")
+    shares = torch.ones(number, 1, device="cuda")
+    arrived, _, _, _, handle = fused_dispatch(tokens, experts, shares, 4, dist.group.WORLD)
+    out, _ = fused_combine(arrived, dist.group.WORLD, handle)
+    out.sum().backward()
+    return float((out - tokens).abs().max()), float((tokens.grad - 1).abs().max())
