@@ -60,7 +60,7 @@ class RoutedCounts:
         self._sums: dict[object, torch.Tensor] | None = None
 
     def note(self, router: object, counts: torch.Tensor) -> None:
-        """Notes what a router counted here, ``[segments, E]``; recomputation notes it again."""
+        """Notes a router's counts here, int32 ``[segments, E]``; recomputation notes them again."""
         if self._sums is None:
             self._counts[router] = counts
 
@@ -81,11 +81,10 @@ def count_routed(routing_map: torch.Tensor, tokens: RouterTokens) -> None:
 
     To be called in every forward of a layer, also in one without gradients that is recomputed.
     """
-    counts = routing_map.new_zeros(
-        (len(tokens.layout.segments), routing_map.shape[1]), dtype=torch.int64
-    )
-    counts.index_add_(0, tokens.rows, (routing_map & tokens.is_real[:, None]).long())
-    tokens.counts.note(tokens.router, counts)
+    num_rows = len(tokens.layout.segments) + 1  # the last one of padding, whose index is -1
+    counts = routing_map.new_zeros((num_rows, routing_map.shape[1]), dtype=torch.int32)
+    counts.index_add_(0, tokens.sequence_index % num_rows, routing_map.int())
+    tokens.counts.note(tokens.router, counts[:-1])
 
 
 def balancing_scores(logits: torch.Tensor, score_function: str) -> torch.Tensor:

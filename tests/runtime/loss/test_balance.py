@@ -1,5 +1,6 @@
 """The router's losses add up to their definition over whole sequences, wherever the tokens lie."""
 
+from collections import Counter
 from contextlib import nullcontext
 from unittest import mock
 
@@ -16,6 +17,7 @@ from megatron_hdp.runtime.loss.balance import (
 )
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import TokenLayout
+from tests.support.host_waits import counted
 
 EXPERTS, TOPK = 5, 2
 LENGTHS = [11, 7, 4]  # the first two are shared by a ring, the last one is whole
@@ -171,3 +173,19 @@ def test_padding_alone_is_no_loss():
     sequence_balance_loss(scores, tokens, noted.append).backward()
     assert noted == [0] and not scores.grad.any()
     assert z_loss(scores.detach(), tokens) == 0
+
+
+def test_counts_are_exact_in_32_bits_and_wait_for_nothing():
+    layout = TokenLayout(ring=(0,), index=0, ring_slices=(), local_lengths=(40, 9, 15))
+    generator = torch.Generator().manual_seed(0)
+    index = torch.arange(3).repeat_interleave(torch.tensor([40, 9, 15]))
+    index[torch.rand(64, generator=generator) < 0.2] = -1  # rounding a sequence up pads inside
+    chosen, counts = torch.rand(64, EXPERTS, generator=generator) < 0.4, RoutedCounts()
+    found = Counter()
+    nobody = RingComm(dist.GroupMember.NON_GROUP_MEMBER)
+    tokens = RouterTokens(index, layout, nobody, counts=counts, router="one")
+    with counted(found):
+        count_routed(chosen, tokens)
+    expected = torch.stack([chosen[index == place].sum(0) for place in range(3)])
+    sums = counts.of_all_holders(tokens)
+    assert torch.equal(sums, expected.int()) and sums.dtype == torch.int32 and not found
