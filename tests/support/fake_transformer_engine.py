@@ -115,7 +115,8 @@ class DotProductAttention(torch.nn.Module):
         params = AttentionParams(*sizes, size > 1, size, self.deterministic)
         last = _attention_backends
         if last["attention_params"] != params:
-            flash, version, fused, number, unfused, _ = get_attention_backend(params)
+            own = sys.modules["transformer_engine.pytorch.attention.dot_product_attention"]
+            flash, version, fused, number, unfused, _ = own.utils.get_attention_backend(params)
             last["attention_params"] = params
             last["use_flash_attention"], last["flash_attention_backend"] = flash, version
             last["use_fused_attention"], last["fused_attention_backend"] = fused, number
@@ -158,5 +159,6 @@ def install(version="2.20.2"):
     package.pytorch, pytorch.attention, attention.dot_product_attention = modules[1:]
     pytorch.DotProductAttention = DotProductAttention
     own._attention_backends = _attention_backends
-    own.utils = types.SimpleNamespace(get_attention_backend=get_attention_backend)
+    own.utils = types.ModuleType(f"{own.__name__}.utils")
+    own.utils.get_attention_backend = get_attention_backend
     torch.cuda.Stream = lambda device: "a stream"

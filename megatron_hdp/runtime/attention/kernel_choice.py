@@ -8,13 +8,11 @@ scores of a sequence in memory and know no rings.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-_UNFUSED = "NVTE_UNFUSED_ATTN"
 _PARAMS = "attention_params"
 _KERNELS = {  # what it says of its choice -> in words
     "use_flash_attention": "flash-attn",
@@ -65,9 +63,7 @@ class KernelChoices:
             kind: there was a call of it.
             sizes: parameters of the call, by TransformerEngine's names.
         """
-        from transformer_engine.pytorch.attention.dot_product_attention import utils
-
-        with _without_unfused():
+        with _without_unfused() as utils:
             chosen = utils.get_attention_backend(replace(self._kept[kind][_PARAMS], **sizes))
         flash, _, fused, _, unfused, *_ = chosen
         return _name_of(dict(zip(_KERNELS, (flash, fused, unfused), strict=True)))
@@ -89,17 +85,26 @@ def _memory_of_the_library() -> tuple[dict[str, Any] | None, str | None]:
 
 
 @contextmanager
-def _without_unfused() -> Iterator[None]:
-    """Megatron sets the variable when it makes a model, and checks it when it makes another."""
-    before = os.environ.get(_UNFUSED)
-    os.environ[_UNFUSED] = "0"
+def _without_unfused() -> Iterator[Any]:
+    """Within it the library's function that chooses never takes unfused kernels, its last resort.
+
+    Not by its variable ``NVTE_UNFUSED_ATTN``: Megatron checks that when it makes another model, and
+    to set a variable in every call is not safe beside threads of C that read others. The library
+    looks its function up in its module, which is yielded.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    choose = utils.get_attention_backend
+
+    def chosen(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        flash, flash_version, fused, fused_number, _, *more = choose(*args, **kwargs)
+        return flash, flash_version, fused, fused_number, False, *more
+
+    utils.get_attention_backend = chosen
     try:
-        yield
+        yield utils
     finally:
-        if before is None:
-            del os.environ[_UNFUSED]
-        else:
-            os.environ[_UNFUSED] = before
+        utils.get_attention_backend = choose
 
 
 def _name_of(choice: dict[str, Any]) -> str | None:

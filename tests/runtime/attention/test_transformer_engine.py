@@ -1,7 +1,9 @@
 """How TransformerEngine is called, and which of its kernels it is let choose, with a fake of it."""
 
 import os
+import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -85,14 +87,18 @@ def an_old_one_is_refused():
 
 
 def unfused_kernels_are_never_taken():
-    """Whatever the variables say, which are then as before: megatron-core checks them again."""
+    """Whatever the variables say, which nobody sets: other threads may read them meanwhile."""
     fake.install()
     variables = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"}
     os.environ.update(variables)  # as megatron-core does when it makes a model
     attend = TransformerEngineAttention(CPU)
-    with pytest.raises(ValueError, match="No dot product attention backend"):
-        try_out(attend, SHORT)
-    assert {name: os.environ[name] for name in variables} == variables
+    with mock.patch("os.putenv") as put, mock.patch("os.unsetenv") as unset:
+        with pytest.raises(ValueError, match="No dot product attention backend"):
+            try_out(attend, SHORT)
+        assert not put.called and not unset.called
+    assert fake.get_attention_backend(fake.chosen[-1])[4], "others may choose them"
+    own = sys.modules["transformer_engine.pytorch.attention.dot_product_attention"]
+    assert own.utils.get_attention_backend is fake.get_attention_backend
 
 
 def choices_of_others_are_neither_used_nor_changed():
@@ -125,7 +131,8 @@ def one_with_other_functions_is_used_and_said():
     fake.install()
     from transformer_engine.pytorch.attention import dot_product_attention
 
-    dot_product_attention.utils.get_attention_backend = lambda: None
+    known = iter([fake.get_attention_backend])  # as the library itself calls it
+    dot_product_attention.utils.get_attention_backend = lambda *args: next(known, int)(*args)
     attend = TransformerEngineAttention(CPU)
     try_out(attend, SHORT)
     taken, note = attend.check(SHORT)
