@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
             cuda.Run(
                 capability=cuda.compute_capability(),
                 tensor_parallel=arguments.tensor_model_parallel_size > 1,
+                keeps_module_loading=arguments.hdp_module_loading == "inherit",
                 hybrid_data_parallel=arguments.hybrid_data_parallel,
             )
         )

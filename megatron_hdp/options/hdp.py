@@ -110,6 +110,13 @@ class HdpOptions:
         help="Maximum number of CTAs (thread blocks on the GPU) that NCCL may use for ring "
         "messages: a power of two, or 0 for NCCL's own default. Attention runs on the rest.",
     )
+    hdp_module_loading: str = option(
+        "eager",
+        choices=("eager", "inherit"),
+        help="When CUDA loads kernels. eager: at the start, even if CUDA_MODULE_LOADING says "
+        "otherwise, because loading one in the middle of a ring waits for other ranks. inherit: as "
+        "CUDA_MODULE_LOADING says, or by CUDA's default.",
+    )
     hdp_numa_binding: bool = option(
         True,
         help="Run a rank's threads on the CPUs of its GPU's NUMA node, where no other CPUs were "

@@ -147,6 +147,7 @@ def _prepare_device(arguments: "TrainingArguments") -> None:
         cuda.Run(
             capability=cuda.compute_capability(),
             tensor_parallel=arguments.tensor_model_parallel_size > 1,
+            keeps_module_loading=arguments.hdp_module_loading == "inherit",
             hybrid_data_parallel=True,
         )
     )

@@ -26,6 +26,8 @@ class Run:
     """The run has tensor-parallel ranks."""
     registers_buffers: bool = False
     """Megatron registers buffers for gradients with NCCL (``--use-nccl-ub``)."""
+    keeps_module_loading: bool = False
+    """``CUDA_MODULE_LOADING`` stays as it is inherited (``--hdp-module-loading``)."""
 
 
 def compute_capability() -> Capability | None:
@@ -87,6 +89,7 @@ def run_of(arguments: Sequence[str]) -> Run:
     parser.add_argument("--hybrid-data-parallel", action="store_true")
     parser.add_argument("--tensor-model-parallel-size", default="1")
     parser.add_argument("--use-nccl-ub", action="store_true")
+    parser.add_argument("--hdp-module-loading")
     found, _ = parser.parse_known_args(arguments)
     if not found.hybrid_data_parallel:
         return Run(capability=None, hybrid_data_parallel=False)  # off means off
@@ -95,4 +98,5 @@ def run_of(arguments: Sequence[str]) -> Run:
         hybrid_data_parallel=True,
         tensor_parallel=found.tensor_model_parallel_size != "1",
         registers_buffers=found.use_nccl_ub,
+        keeps_module_loading=found.hdp_module_loading == "inherit",
     )

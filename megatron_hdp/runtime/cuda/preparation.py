@@ -1,4 +1,4 @@
-"""Sets what a run wants where the user has set nothing, and says what it leaves alone, and why."""
+"""Sets what a run wants where the user has set nothing, and says what else it does, and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_hdp.runtime.cuda.settings import MEMORY, MODULES, SETTINGS, Wish, 
 
 
 def prepare(run: Run, environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Sets the variables that are not set; call it before anything touches CUDA.
+    """Sets variables that are not set, or not kept; call it before anything touches CUDA.
 
     Where PyTorch is imported already, as in scripts that import it before they call the plugin, its
     allocator is told directly. Where CUDA has started, what it has read cannot be changed.
@@ -22,7 +22,7 @@ def prepare(run: Run, environment: MutableMapping[str, str] = os.environ) -> lis
         environment: of this process.
 
     Returns:
-        A line for each setting that is not what the run wants.
+        A line for each setting that is not what the run wants, or was not.
 
     Raises:
         ValueError: a variable is set to what CUDA does not take.
@@ -37,7 +37,10 @@ def _prepare(
     wish: Wish, run: Run, environment: MutableMapping[str, str], mode: int | None
 ) -> str | None:
     name, found = wish.names[0], wish.found_in(environment)
-    if found is not None:
+    is_replaced = found is not None and wish.instead is not None
+    if found is not None and environment[found] == wish.value:
+        return None
+    if found is not None and not is_replaced:
         return doubt(wish, found, environment[found])
     why_not = obstacle(wish, run, environment)
     if why_not is not None:
@@ -49,7 +52,9 @@ def _prepare(
             f"CUDA started before {name} could be set: export {name}={wish.value}, or start with "
             f"`python -m megatron_hdp run`: {wish.why}"
         )
-    environment[name] = wish.value
+    before, environment[name] = environment.get(name), wish.value
+    if is_replaced:
+        return f"{name}={before} is replaced by {wish.value}: {wish.why}; {wish.instead} keeps it"
     torch = sys.modules.get("torch")
     if name == MEMORY and torch is not None:  # it read the variable when it was imported
         tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.9 on
@@ -78,6 +83,8 @@ def describe(
         found, why_not = wish.found_in(environment), obstacle(wish, run, environment)
         if found is not None:
             lines[label] = f"{environment[found]} is set and kept; a run would set {wants}"
+            if wish.instead is not None and environment[found] != wish.value:
+                lines[label] = f"{environment[found]} is set; a run replaces it by {wants}"
         elif why_not is not None:
             lines[label] = f"{wish.value} is left out: {why_not}"
             continue

@@ -24,6 +24,8 @@ class Wish:
     """The variable, and another that says the same, if there is one."""
     value: str
     why: str
+    instead: str | None = None
+    """The flag that keeps another value of the user's; None: it is kept."""
 
     def found_in(self, environment: Mapping[str, str]) -> str | None:
         """The name that the user has set; None if none is."""
@@ -61,10 +63,15 @@ def module_loading(run: Run) -> Wish | None:
     if they wait for what it would launch next. The order of messages leaves no such case
     (`planner.lockstep`); other libraries' may. Loading all kernels at the start costs seconds, and
     memory of the device.
+
+    Images and sites export LAZY for programs of one GPU, so an inherited value is replaced unless
+    the run asks to keep it.
     """
     why = "loading a kernel in the middle of a ring waits for the device, so for other ranks"
     has_rings = run.capability is not None and run.hybrid_data_parallel
-    return Wish((MODULES,), "EAGER", why) if has_rings else None
+    if not has_rings or run.keeps_module_loading:
+        return None
+    return Wish((MODULES,), "EAGER", why, "--hdp-module-loading inherit")
 
 
 def allocator(run: Run) -> Wish | None:
@@ -105,8 +112,6 @@ def doubt(wish: Wish, name: str, found: str) -> str | None:
             )
         is_as_good = (int(found) == 1) == (wish.value == "1")
         price = f"{wish.value} would be faster"
-    elif name == MODULES:
-        is_as_good, price = found == wish.value, "and ranks may stand still"
     else:  # whatever it says of segments is meant so
         is_as_good, price = _SEGMENTS in found, f"with {wish.value} in it less memory would be lost"
     return None if is_as_good else f"{name}={found} is kept, {price}: {wish.why}"

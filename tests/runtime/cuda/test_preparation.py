@@ -58,8 +58,6 @@ GROWS = "expandable_segments:True"
         (QUEUES, "1", False, "32 would be"),
         (QUEUES, "8", False, None),
         (MODULES, "EAGER", False, None),
-        (MODULES, "LAZY", False, "and ranks may stand still"),
-        (MODULES, "DEFAULT", False, "and ranks may stand still"),
         *((one, "expandable_segments:False", False, None) for one in (MEMORY, OTHER_MEMORY)),
         *((one, f"max_split_size_mb:5,{GROWS}", False, None) for one in (MEMORY, OTHER_MEMORY)),
         *((one, "max_split_size_mb:5", False, f"with {GROWS}") for one in (MEMORY, OTHER_MEMORY)),
@@ -75,6 +73,25 @@ def test_what_a_user_has_set_is_kept_and_doubted(name, found, tensor_parallel, d
     assert environment == wanted
     assert len(lines) == (doubt is not None)
     assert all(line.startswith(f"{name}={found} is kept, {doubt}") for line in lines)
+
+
+@pytest.mark.parametrize("found", ["LAZY", "DEFAULT", ""])
+def test_module_loading_is_replaced_unless_it_is_to_be_kept(found, monkeypatch):
+    """CUDA that has started has read it."""
+    environment = {MODULES: found, QUEUES: "32"}
+    (line,) = prepare(RUN, environment)
+    assert environment[MODULES] == "EAGER" and prepare(RUN, environment) == []
+    assert line.startswith(f"{MODULES}={found} is replaced by EAGER: loading a kernel")
+    assert "--hdp-module-loading inherit keeps it" in line
+    said = describe(HOPPER, {MODULES: found})["CUDA modules"]
+    assert said.startswith(f"{found} is set; a run replaces it by EAGER with HDP")
+    for before in ({MODULES: found}, {}):
+        environment = {QUEUES: "32", **before}
+        assert prepare(replace(RUN, keeps_module_loading=True), environment) == []
+        assert environment.get(MODULES) == before.get(MODULES)
+    monkeypatch.setattr(preparation, "loading_mode", lambda: 2)
+    (line,) = prepare(RUN, {MODULES: found, QUEUES: "32"})
+    assert f"CUDA started before {MODULES} could be set: export {MODULES}=EAGER" in line
 
 
 @pytest.mark.parametrize("found", ["0", "33", "many", "-1", ""])
@@ -151,6 +168,7 @@ def test_what_cuda_has_read_is_not_changed_but_told(monkeypatch):
         ("--hybrid-data-parallel --tensor-model-parallel-size 1", True, False, False),
         ("--hybrid-data --tensor-model-parallel-size=4 --unknown x", True, True, False),
         ("a --use-nccl-ub --hybrid-data-parallel", True, False, True),
+        ("--hybrid-data-parallel --hdp-module-loading inherit", True, False, False),
     ],
 )
 def test_a_script_is_known_from_its_arguments(line, hdp, tensor_parallel, registers, monkeypatch):
@@ -160,6 +178,7 @@ def test_a_script_is_known_from_its_arguments(line, hdp, tensor_parallel, regist
         hybrid_data_parallel=hdp,
         tensor_parallel=tensor_parallel,
         registers_buffers=registers,
+        keeps_module_loading="inherit" in line,
     )
 
 
