@@ -435,7 +435,7 @@ QUICK = {  # each model, layout and feature once; the other rows are slow
     *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-latent-tp2-sp"),
     "uneven-virtual-empty",
     *("moe-two-groups", "moe-shared-and-across", "moe-distributed-optimizer"),
-    *("fp8-experts", "flex-recompute", "overlap-gate"),
+    *("fp8-experts", "flex-recompute", "overlap-gate", "accumulated-experts"),
     "moe-virtual-stages-across-ranks",
     *("moe-without-a-token-across", "moe-corrupt"),
     *("grouped-two-groups", "deepseek-across", "glm-stages"),

@@ -270,6 +270,12 @@ FAULTS: dict[str, Fault] = {
     "deepep-loses-tokens": _planted(
         CASES["flex-recompute"], "tests.support.fake_deep_ep.Buffer._back", back_from_one_rank
     ),
+    "weights-not-accumulated": _planted(
+        CASES["accumulated-experts"],
+        "tests.support.fused_wgrad.wgrad_gemm_accum_fp32",
+        nothing,
+        1e-2,
+    ),
     "sigmoid-in-float32": _planted(_BIASED, "torch.Tensor.float", float32, 1e-9),
     "grouped-expert-forgotten": Fault(
         Case(

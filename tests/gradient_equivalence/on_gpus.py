@@ -7,7 +7,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from tests.gradient_equivalence.case import ACROSS, PP2, TP2_SP, Case, joined
 from tests.gradient_equivalence.taken_over import configured
 from tests.support.fake_deep_ep import installed
+from tests.support.fused_wgrad import accumulating
 from tests.support.gradients import EXPERTS
+from tests.support.mla import MLA
 
 COLUMNS = ColumnParallelLinear.forward
 
@@ -62,6 +64,26 @@ def _dispatched() -> dict[str, Case]:
     }
 
 
+def _accumulated() -> dict[str, Case]:
+    """Weights' gradients added to the buffer by the layers; float32, which apex's kernel knows."""
+    tied = {"untie_embeddings_and_output_weights": False}
+    buckets = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}
+    mtp = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
+    rows = {
+        "tensor-stages": (8, joined(TP2_SP, PP2, buckets)),
+        "tied-logits": (2, joined(tied, buckets, {"hdp_fused_loss": False})),
+        "tied-mtp": (2, joined(tied, mtp)),
+        "experts": (2, joined(EXPERTS, ACROSS, buckets)),
+        "latent": (2, MLA | {"hdp_mla_ring": "latent"}),
+    }
+    return {
+        f"accumulated-{name}": Case(
+            ranks, more | {"fp64": False}, around=accumulating, tolerance=1e-4
+        )
+        for name, (ranks, more) in rows.items()
+    }
+
+
 def on_gpus() -> dict[str, Case]:
     """All of them."""
-    return _fp8() | _dispatched()
+    return _fp8() | _dispatched() | _accumulated()

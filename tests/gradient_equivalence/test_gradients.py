@@ -16,10 +16,12 @@ from tests.gradient_equivalence.case import Case, mixed, plans_of
 from tests.gradient_equivalence.cases import ACROSS, CASES, OFFLOAD, QUICK, QUICK_OFFLOAD, SMOKE
 from tests.gradient_equivalence.faults import FAILING, FAULTS
 from tests.support import gradients
+from tests.support.fused_wgrad import accumulating
 from tests.support.gradients import (
     EXPERTS,
     drawn_sequences,
     hdp_step,
+    hdp_steps_of,
     largest_error,
     reference_on_first_rank,
 )
@@ -162,6 +164,27 @@ def test_gradients_of_plans_for_experts(run_ranks, tmp_path):
     apart = replace(made, positions=2 * made.positions)  # every second slot is padding
     runs += [(arguments, made), (arguments, apart)]
     assert max(run_ranks(4, errors_of_kind, runs)[0]) <= TOLERANCE
+
+
+def is_rounded(arguments, around):
+    """Body of a rank: whether bfloat16 holds the gradient of a layer's weights after a step."""
+    with around():
+        parallel.initialise(arguments)
+        ((_, (chunk,)),) = hdp_steps_of(arguments, [None])
+    weights = dict(chunk.named_parameters())
+    (gradient,) = (weights[name].main_grad for name in weights if "0.mlp.linear_fc1.wei" in name)
+    assert gradient.dtype == torch.float32 and gradient.any()
+    return torch.equal(gradient.bfloat16().float(), gradient)
+
+
+def test_weights_gradients_are_added_up_unrounded_where_apex_is(run_ranks, tmp_path):
+    """Of one micro-batch of 16 predicted tokens, by which the sum is divided exactly."""
+    case = Case(1, {"fp64": False, "bf16": True, "global_batch_size": 1}, lengths=(17,))
+    found = [
+        run_ranks(1, is_rounded, case.arguments_of(tmp_path, case), around)
+        for around in (nullcontext, accumulating)
+    ]
+    assert found == [[True], [False]]
 
 
 def test_what_is_mixed_is_masked(tmp_path):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint import rng_state
@@ -33,13 +34,15 @@ def test_random_generators_of_the_other_kind(monkeypatch, saved):
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_the_softmax_is_fused_only_where_its_kernels_are(monkeypatch, has_kernels):
-    """Megatron imports them when the first bfloat16 softmax runs, in the middle of a step."""
+def test_what_apex_fuses_is_fused_only_where_its_kernels_are(monkeypatch, has_kernels):
+    """Megatron imports the softmax's when the first one runs, in the middle of a step."""
     monkeypatch.setattr(building, "compute_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(building, "_is_found", lambda name: has_kernels)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", has_kernels)
     config = building.transformer_config(parse_arguments(FLAGS.split()))
     assert config.masked_softmax_fusion == has_kernels
-    assert config.bias_dropout_fusion and not config.gradient_accumulation_fusion
+    assert config.gradient_accumulation_fusion == has_kernels
+    assert config.bias_dropout_fusion
 
 
 @pytest.mark.parametrize(("backend", "more"), [("gloo", 0), ("nccl", 2), ("auto", 2)])

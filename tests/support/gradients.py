@@ -337,7 +337,7 @@ def _router_loss(arguments, logits):
     scores = logits.softmax(-1)
     if arguments.moe_router_score_function == "sigmoid":
         scores = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
-    chosen = functional.one_hot(logits.topk(topk).indices, experts).sum(1).double()
+    chosen = functional.one_hot(logits.topk(topk).indices, experts).sum(1).to(logits.dtype)
     balance = experts * (chosen.mean(0) / topk) @ scores.mean(0)
     z = logits.logsumexp(-1).square().mean()
     balance_coeff, z_coeff = arguments.moe_aux_loss_coeff, arguments.moe_z_loss_coeff or 0.0

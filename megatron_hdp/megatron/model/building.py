@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel import layers, random
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -119,8 +119,9 @@ def check_recomputation(args: Any) -> None:
 def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
     """Megatron's model configuration; fused kernels only where there is a GPU.
 
-    Those of the softmax are compiled with NVIDIA's apex and imported when first used, the one of
-    rotary positions is TransformerEngine's. All others come from torch.compile.
+    Those of the softmax, imported when first used, and of weights' gradients, added up in float32,
+    are compiled with NVIDIA's apex; the one of rotary positions is TransformerEngine's. All others
+    come from torch.compile.
     """
     check_recomputation(arguments)
     on_gpu = compute_device().type == "cuda"
@@ -149,7 +150,7 @@ def transformer_config(arguments: TrainingArguments) -> TransformerConfig:
         attention_softmax_in_fp32=True,
         calculate_per_token_loss=arguments.hybrid_data_parallel,
         use_cpu_initialization=not on_gpu,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=on_gpu and layers._grad_accum_fusion_available,
         masked_softmax_fusion=on_gpu and _is_found(_SOFTMAX_KERNELS),
         bias_activation_fusion=on_gpu and _fuses_activation(arguments),
         bias_dropout_fusion=on_gpu,
