@@ -172,7 +172,7 @@ class Check:
         files, marked = files_with_gpu_tests(ROOT / "tests"), "gpu and not slow"
         if self.device == "cpu":
             files, marked = ["tests/runtime/test_clocks.py"], "not slow"
-        deadline_s = min(240.0, self.left_s() - 45.0 * (1 + len(BENCHMARKS)))
+        deadline_s = min(240.0, self.left_s() - 45.0 * len(BENCHMARKS))
         options = ["-v", "-ra", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
         done = self.command(
             [sys.executable, "-m", "pytest", *options, "--timeout=200", "-m", marked, *files],
