@@ -204,6 +204,10 @@ def test_targets(saved, tmp_path, capsys):
     refused(capsys, ["--from-hf", model, "--to", tmp_path / "a"], "files that no conversion has")
     assert (tmp_path / "a.partial" / "thesis.tex").exists()
     assert main(["convert", "--from-hf", str(model), "--to", str(tmp_path / "empty")]) == 0
+    back = ["--from", saved / "checkpoint", "--to-hf"]
+    for place in (tmp_path / "file" / "below", tmp_path / ("long" * 80), Path("/proc/w")):
+        for words in (["--from-hf", model, "--to", place], [*back, place]):
+            refused(capsys, words, "expected a new name, of at most 200 bytes, in a folder where")
 
 
 def test_flags_of_the_other_direction(saved, tmp_path, capsys):

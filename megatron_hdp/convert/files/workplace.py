@@ -57,12 +57,14 @@ def workplace(target: Path, made_from: str, say: Callable[[str], None]) -> Itera
         say: prints one line.
 
     Raises:
-        ValueError: the target is there, or the disk is full.
+        ValueError: the target is there or cannot be made, or the disk is full.
         OSError: another process makes it, for one.
     """
     partial = target.with_name(target.name + ".partial")
     require_new(target)
-    partial.mkdir(parents=True, exist_ok=True)
+    with _can_be_made(target):
+        partial.mkdir(parents=True, exist_ok=True)
+        (partial / _LOCK).touch()
     with locked(partial / _LOCK, str(target), say, patience_s=0.0):
         _begin(partial, made_from, say)
         try:
@@ -86,14 +88,27 @@ def require_new(target: Path) -> None:
     """Refuses a target that holds something.
 
     Raises:
-        ValueError: it does.
+        ValueError: it does, or there can be no such folder.
     """
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if target.exists() or target.is_symlink():
+    with _can_be_made(target):
+        if target.is_dir() and not any(target.iterdir()):
+            return
+        if target.exists() or target.is_symlink():
+            raise ValueError(
+                f"{target}: found something there, expected nothing: give another folder, or "
+                "remove it"
+            )
+
+
+@contextmanager
+def _can_be_made(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
         raise ValueError(
-            f"{target}: found something there, expected nothing: give another folder, or remove it"
-        )
+            f"{target}: found no way to make a folder there ({error.strerror}), expected a new "
+            "name, of at most 200 bytes, in a folder where you may write: give another folder"
+        ) from None
 
 
 def _begin(partial: Path, made_from: str, say: Callable[[str], None]) -> None:

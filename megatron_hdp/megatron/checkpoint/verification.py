@@ -1,6 +1,7 @@
 """Whether a checkpoint is what was saved: no file is missing, added, shorter, longer or changed.
 
-One with checksums is compared with them; of an older one, `structure` tells what can be told.
+One with checksums is compared with them; of an older one, `structure` tells what can be told. It
+also refuses lists of tensors that would run code, whatever their checksums.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ def inventory(folder: Path) -> Inventory:
     sums = read_sums(folder)
     if sums is not None:
         return SummedFiles(folder, sums)
+    return _structure(folder)
+
+
+def _structure(folder: Path) -> Inventory:
     from megatron_hdp.megatron.checkpoint.structure import Structure  # needs torch
 
     return Structure(folder)
@@ -74,6 +79,8 @@ def verify(place: Path, iteration: int) -> Verdict:
     if not faults:
         with ThreadPoolExecutor(_THREADS) as pool:
             faults = [fault for fault in pool.map(files.fault_of, files.sizes) if fault]
+    if not faults and files.has_checksums:  # which whoever can write the folder can write, too
+        faults = _structure(place).outer_faults()
     added = tuple(files.added_files())
     return Verdict(iteration, num_bytes, files.has_checksums, tuple(faults), added)
 

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_hdp.megatron.checkpoint import reading
+from megatron_hdp.megatron.checkpoint import checksums, reading
+from megatron_hdp.megatron.checkpoint.checksums import FileSum
 from megatron_hdp.megatron.checkpoint.unpickling import foreign_class, read_list
 from megatron_hdp.megatron.checkpoint.verification import verify
 from tests.megatron.checkpoint.small import save_small
@@ -50,6 +51,17 @@ READERS = {
     "list": (with_list, load_object),
     "object": (with_object, load_object),
 }
+
+
+def test_sums_of_a_list_prove_nothing(tmp_path):
+    place = save_small(tmp_path, 4)
+    assert verify(place, 4).is_good
+    (place / checksums.SUMS).unlink()
+    with_list(place, tmp_path / "x")
+    checksums.merge(place, [{one.name: FileSum.of_file(one) for one in place.iterdir()}])
+    verdict = verify(place, 4)
+    assert verdict.has_checksums and not verdict.is_good and not (tmp_path / "x").exists()
+    assert "found posix.mkdir, which may run code" in verdict.faults[0]
 
 
 @pytest.mark.parametrize("name", READERS)
