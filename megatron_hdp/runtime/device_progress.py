@@ -2,8 +2,8 @@
 
 The main thread adds a mark wherever a span begins or ends: the clock's event there, and what the
 device does until it has passed it. Marks stand in the order of launches, so the first one that is
-not passed tells what the device is doing. Streams beside the main one are part of that order: what
-follows on the main stream waits for them anyway.
+not passed tells what the device is doing; it is found by halving. Streams beside the main one are
+part of that order: what follows on the main stream waits for them anyway.
 
 A mark costs the main thread some microseconds, of which recording the event is the larger part; the
 events of spans are there already.
@@ -86,13 +86,23 @@ class DeviceProgress:
 
     def reached(self, clock: Clock) -> Reached:
         """How far the device has come; asks it, which may take long. For one thread alone."""
-        with self._lock:
-            marks, following = tuple(self._marks), self._next
-        for mark in marks:
-            if mark.number < self._known:
-                continue
+        found: _Mark | None = None
+        first, following = self._known, self._next  # between these is the first one not passed
+        while first < following:
+            middle = (first + following) // 2
+            mark = self._mark(middle)
             # a moment that was used again meanwhile belongs to a mark that is passed by then
-            if not clock.has_passed(mark.moment) and not mark.is_passed:
-                return Reached(mark.number, mark.kind, mark.micro_batch, is_idle=False)
-            self._known = mark.number + 1
-        return Reached(following, None, None, is_idle=True)
+            if mark is None or clock.has_passed(mark.moment) or mark.is_passed:
+                first = middle + 1
+            else:
+                following, found = middle, mark
+        self._known = first
+        if found is None:
+            return Reached(first, None, None, is_idle=True)
+        return Reached(first, found.kind, found.micro_batch, is_idle=False)
+
+    def _mark(self, number: int) -> _Mark | None:
+        """The mark of this number; None if it is forgotten."""
+        with self._lock:
+            index = number - self._next + len(self._marks)
+            return self._marks[index] if index >= 0 else None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 
 from megatron_hdp.runtime.clocks import Clock, Moment
 from megatron_hdp.runtime.device_progress import DeviceProgress, Reached
@@ -47,17 +48,62 @@ class Span:
     """The model chunk (virtual stage) of a forward or backward, or of what lies inside; else 0."""
 
 
-@dataclass
-class _Open:
-    """A span that has begun."""
+class _Block(AbstractContextManager[None]):
+    """What the main thread does inside of a block. A class, as it costs a third of a generator.
 
-    kind: str
-    micro_batch: int | None
-    cpu_start_s: float
-    start: Moment
-    mark: int = -1
-    """Number of the mark at its end."""
-    chunk: int = 0
+    Args:
+        moments: what to note when it begins and ends: the device's times (True), only that the
+            device gets there (False) or nothing (None).
+    """
+
+    __slots__ = (
+        *("_timeline", "_moments", "kind", "micro_batch", "chunk"),
+        *("cpu_start_s", "start", "mark"),
+    )
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        moments: bool | None,
+        kind: str,
+        micro_batch: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        self._timeline, self._moments = timeline, moments
+        self.kind, self.micro_batch, self.chunk = kind, micro_batch, chunk
+        self.mark = -1  # number of the mark at its end
+
+    def __enter__(self) -> None:
+        timeline = self._timeline
+        enclosing = timeline._innermost()
+        if enclosing is not None and self.micro_batch is None:
+            self.micro_batch = enclosing.micro_batch
+        if self.chunk is None:
+            self.chunk = enclosing.chunk if enclosing is not None else 0
+        self.start: Moment = time.perf_counter()
+        self.cpu_start_s = self.start
+        timeline._open.append(self)
+        timeline.changes += 1
+        if self._moments is not None:
+            start, _ = timeline._moment(enclosing, self._moments)
+            if self._moments:
+                self.start = start
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        timeline = self._timeline
+        if self._moments is not None:
+            end, self.mark = timeline._moment(self, self._moments)
+            if self._moments:
+                timeline._ended.append((self, end))
+        timeline._open.pop()
+        timeline.changes += 1
+        if self._moments and not timeline._clock.is_late:
+            timeline.settle()
 
 
 class Timeline:
@@ -83,8 +129,8 @@ class Timeline:
         self.spans: list[Span] | None = None
         self.changes = 0
         self._totals_s: defaultdict[str, float] = defaultdict(float)
-        self._open: list[_Open] = []
-        self._ended: deque[tuple[_Open, Moment]] = deque()  # times not asked for yet
+        self._open: list[_Block] = []
+        self._ended: deque[tuple[_Block, Moment]] = deque()  # times not asked for yet
         self._progress = DeviceProgress()
 
     def use(self, clock: Clock) -> None:
@@ -92,21 +138,11 @@ class Timeline:
         self._know_all()
         self._clock = clock
 
-    @contextmanager
     def span(
         self, kind: str, micro_batch: int | None = None, chunk: int | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Times the block; without numbers of its own, it belongs to the enclosing micro-batch."""
-        enclosing = self._innermost()
-        with self._opened(kind, micro_batch, chunk) as opened:
-            opened.start, _ = self._moment(enclosing)
-            try:
-                yield
-            finally:
-                end, opened.mark = self._moment(opened)
-                self._ended.append((opened, end))
-        if not self._clock.is_late:
-            self.settle()
+        return _Block(self, True, kind, micro_batch, chunk)
 
     @contextmanager
     def beside(self, kind: str, micro_batch: int | None) -> Iterator[None]:
@@ -117,33 +153,25 @@ class Timeline:
         if self.spans is None:
             yield
             return
-        start, cpu_start_s = self._clock.now(), time.perf_counter()
+        block = _Block(self, True, kind, micro_batch, 0)
+        block.start = self._clock.now()
         yield
-        self._ended.append((_Open(kind, micro_batch, cpu_start_s, start), self._clock.now()))
+        self._ended.append((block, self._clock.now()))
 
     @property
     def micro_batch(self) -> int | None:
         """The micro-batch that the main thread works for now."""
         return self._open[-1].micro_batch if self._open else None
 
-    @contextmanager
-    def noted(self, kind: str) -> Iterator[None]:
+    def noted(self, kind: str) -> AbstractContextManager[None]:
         """Tells other threads what the block is, without timing it."""
-        with self._opened(kind, None):
-            yield
+        return _Block(self, None, kind)
 
-    @contextmanager
-    def marked(self, kind: str) -> Iterator[None]:
+    def marked(self, kind: str) -> AbstractContextManager[None]:
         """Like `noted`, and the device is found in it, too: two events that are not timed."""
-        enclosing = self._innermost()
-        with self._opened(kind, None) as opened:
-            self._moment(enclosing, is_kept=False)
-            try:
-                yield
-            finally:
-                self._moment(opened, is_kept=False)
+        return _Block(self, False, kind)
 
-    def _moment(self, innermost: _Open | None, is_kept: bool = True) -> tuple[Moment, int]:
+    def _moment(self, innermost: _Block | None, is_kept: bool = True) -> tuple[Moment, int]:
         """This moment and the number of its mark; `innermost` is the span that it ends or is in."""
         if not self._clock.is_late:
             return (self._clock.now() if is_kept else None), -1
@@ -151,7 +179,7 @@ class Timeline:
         kind, micro_batch = (innermost.kind, innermost.micro_batch) if innermost else (None, None)
         return moment, self._progress.add(moment, kind, micro_batch, is_kept)
 
-    def _innermost(self) -> _Open | None:
+    def _innermost(self) -> _Block | None:
         return self._open[-1] if self._open else None
 
     def reached(self) -> Reached | None:
@@ -160,25 +188,6 @@ class Timeline:
         For one other thread. Asking may take as long as a launch, so let nothing wait for it.
         """
         return self._progress.reached(self._clock) if self._clock.is_late else None
-
-    @contextmanager
-    def _opened(
-        self, kind: str, micro_batch: int | None, chunk: int | None = None
-    ) -> Iterator[_Open]:
-        enclosing = self._innermost()
-        if micro_batch is None and enclosing:
-            micro_batch = enclosing.micro_batch
-        if chunk is None:
-            chunk = enclosing.chunk if enclosing else 0
-        now = time.perf_counter()
-        opened = _Open(kind, micro_batch, now, now, chunk=chunk)
-        self._open.append(opened)
-        self.changes += 1
-        try:
-            yield opened
-        finally:
-            self._open.pop()
-            self.changes += 1
 
     def current(self) -> list[tuple[str, float, int | None]]:
         """The open spans, outermost first: kind, start on the CPU's clock, micro-batch."""
@@ -208,14 +217,26 @@ class Timeline:
         if not self._ended:
             return
         with self._device_noted():
-            last_mark = max(one.mark for one, _ in self._ended)
-            while self._ended:
-                one, end = self._ended.popleft()
-                start_s, end_s = self._clock.seconds(one.start), self._clock.seconds(end)
-                self._totals_s[one.kind] += end_s - start_s
-                if self.spans is not None:
-                    self.spans.append(Span(one.kind, start_s, end_s, one.micro_batch, one.chunk))
-            self._progress.forget_until(last_mark, self._clock)
+            self._take_times(lambda end: True)
+
+    def settle_passed(self) -> None:
+        """Takes the times of spans that the device has passed; waits for nothing.
+
+        Asked now and then while the device is busy, the step's end has few left, when it is idle.
+        """
+        self._take_times(self._clock.has_passed)
+
+    def _take_times(self, is_wanted: Callable[[Moment], bool]) -> None:
+        """Of spans that have ended, in order, up to the first whose end is not wanted yet."""
+        last_mark = -1
+        while self._ended and is_wanted(self._ended[0][1]):
+            one, end = self._ended.popleft()
+            last_mark = max(last_mark, one.mark)
+            start_s, end_s = self._clock.seconds(one.start), self._clock.seconds(end)
+            self._totals_s[one.kind] += end_s - start_s
+            if self.spans is not None:
+                self.spans.append(Span(one.kind, start_s, end_s, one.micro_batch, one.chunk or 0))
+        self._progress.forget_until(last_mark, self._clock)
 
     def _device_noted(self) -> AbstractContextManager[None]:
         """What may wait for the device."""

@@ -114,6 +114,40 @@ def test_nothing_waits_for_the_device_inside_a_step(device, timeline):
     assert device.time_s == 103.0
 
 
+def test_spans_that_the_device_has_passed_are_settled_without_waiting(device, timeline):
+    """At a micro-batch's end, so that the step's end finds few, of which each takes a while."""
+    timeline.start_recording()
+    for kind in (FORWARD, BACKWARD):
+        with timeline.span(kind):
+            device.launch(1.0)
+            with timeline.span(RING_WAIT):
+                device.launch(0.5)
+    while len(device.queue) > 5:  # until it is in the backward
+        device.run_one()
+    before = device.synchronised
+    timeline.settle_passed()
+    assert [(span.kind, span.end_s > span.start_s) for span in timeline.spans] == [
+        (RING_WAIT, True),
+        (FORWARD, True),
+    ]
+    assert len(timeline._ended) == 2 and len(device.queue) == 5, "the device was not waited for"
+    assert place(timeline) == (BACKWARD, None)
+    assert device.synchronised == before + 4, "once for each moment, which has passed"
+    assert timeline.totals_s == pytest.approx({FORWARD: 1.5, RING_WAIT: 1.0, BACKWARD: 1.5})
+
+
+def test_the_first_mark_that_is_not_passed_is_found_by_halving(device):
+    asked = []
+    timeline = Timeline(DeviceClock(device.event, lambda event: asked.append(1) or event.query()))
+    timeline.reset()
+    for _ in range(500):
+        with timeline.span(FORWARD):
+            device.launch(1.0)
+    while len(device.queue) > 300:
+        device.run_one()
+    assert timeline.reached().number == 800 and len(asked) <= 11
+
+
 def test_events_are_used_again(device, timeline):
     for _ in range(50):
         timeline.reset()

@@ -78,3 +78,4 @@ class _Computing:
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
+            self._timeline.settle_passed()
