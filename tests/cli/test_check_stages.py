@@ -23,7 +23,7 @@ def test_each_stage_is_told_and_the_fullest_named(tmp_path):
     assert found.is_sound
     first, empty, third, last = stage_lines(as_text(found))
     assert first.startswith("0 (embedding, 3 layers) ") and first.endswith("the most")
-    assert empty.split() == ["1", "(0", "layers)", "3.00", "0.00", "0.00", "3.00"]
+    assert empty.split() == ["1", "(0", "layers)", "4.00", "0.00", "0.00", "4.00"]
     assert third.startswith("2 (4 layers) ") and last.startswith("3 (1 layer, output layer) ")
     assert [
         f"{one.total / 1e9:.2f}" in line

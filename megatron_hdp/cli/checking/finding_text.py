@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from megatron_hdp.cli.checking.finding import NEAR, Finding, Tried
 from megatron_hdp.cli.shared.outputs import indented
-from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
+from megatron_hdp.planner.memory import RESERVE, Job, StageMemory, num_communicators
 from megatron_hdp.simulator.units import aligned, seconds, short
 
 _ROWS = (
@@ -16,8 +16,9 @@ _ROWS = (
     ("backward", "a layer's backward", "gradients at the busiest moment"),
     ("ring_buffers", "ring buffers", "K and V twice, their float32 gradients twice"),
     ("second_stream", "second stream", "of TransformerEngine's ring, in separate memory"),
+    ("in_flight", "ring transfers", "of TransformerEngine's ring, freed and not yet passed"),
     ("loss", "loss", "hidden states, a chunk of logits"),
-    ("runtime", "CUDA, NCCL", "assumed"),
+    ("runtime", "CUDA, NCCL", "{runtime}"),
 )
 
 _SIZES = ("num_layers", "hidden_size", "vocab_size", "parameters", "active_parameters")
@@ -107,6 +108,9 @@ def _table(finding: Finding, job: Job, memory: StageMemory) -> list[str]:
         "activations": f"{job.alive(memory.stage):,g} full micro-batches of {layers}"
         if job.stages > 1
         else layers,
+        "runtime": f"assumed, {num_communicators(job)} communicators"
+        if job.runtime_bytes is None
+        else "measured",
     }
     head = f"GB on a GPU of stage {memory.stage}" if job.stages > 1 else "GB on a GPU"
     lines = [f"  {head}"]

@@ -9,10 +9,12 @@ from megatron_hdp.planner.memory.activations import (
     second_stream_kept_of_part,
 )
 from megatron_hdp.planner.memory.gpu import (
+    IN_FLIGHT_BYTES,
     RESERVE,
     StageMemory,
     fullest_stage,
     most_tokens_per_rank,
+    num_communicators,
     stage_memories,
     stage_memory,
     waiting_activations,
@@ -20,6 +22,7 @@ from megatron_hdp.planner.memory.gpu import (
 from megatron_hdp.planner.memory.job import Job
 
 __all__ = [
+    "IN_FLIGHT_BYTES",
     "RESERVE",
     "Job",
     "StageMemory",
@@ -27,6 +30,7 @@ __all__ = [
     "kept_after_forward",
     "kept_of_part",
     "most_tokens_per_rank",
+    "num_communicators",
     "second_stream_kept_of_part",
     "stage_memories",
     "stage_memory",

@@ -237,10 +237,10 @@ def ring_bytes(job: Job, layer: Layer) -> float:
     In a layer with a window, whose keys and values are packed behind their halo, half of that; but
     a ring whose sequences fit into the window runs as without one.
 
-    Those of our own ring, all from the memory of the stream that computes: what NCCL's stream works
-    on is kept by its handle until it has been waited for. TransformerEngine's ring takes no more of
-    that memory: its forward three and a half times K and V and two outputs, its backward K, V and
-    their gradients twice in the type of the values, when nothing else of a layer is computed.
+    Those of our own ring, which all layers share. TransformerEngine's ring uses no more at a time:
+    its forward three and a half times K and V and two outputs, its backward K, V and their
+    gradients twice in the type of the values, when nothing else of a layer is computed. What it has
+    freed is counted apart (`gpu.IN_FLIGHT_BYTES`).
     """
     return 2 * layer.attention.travelling_size * (job.value_bytes + _FLOAT32) / job.tensor_ranks
 

@@ -22,9 +22,11 @@ from megatron_hdp.planner.memory.activations import (
 from megatron_hdp.planner.memory.job import Job
 from megatron_hdp.planner.shape import Layer, Weights
 
-RUNTIME_BYTES = 3e9
-"""CUDA's context with all kernels, libraries' workspaces, NCCL's communicators: assumed, not
-measured."""
+_LIBRARIES_BYTES, _COMMUNICATOR_BYTES = 2e9, 0.4e9  # assumed, see `runtime_bytes`
+
+IN_FLIGHT_BYTES = 2**30
+"""What the transfers of a library's ring send and receive that the GPU is not past, at most: then
+the host waits. PyTorch cannot use that memory again yet; our own ring keeps its buffers instead."""
 
 RESERVE = 0.05
 """Share of the GPU's memory left free, for the allocator's fragmentation."""
@@ -50,16 +52,43 @@ class StageMemory:
     ring_buffers: float
     second_stream: float
     """Of TransformerEngine's ring, in memory that the stream that computes cannot use."""
+    in_flight: float
+    """Of TransformerEngine's ring, freed and still held by transfers that the GPU is not past."""
     loss: float
-    runtime: float = RUNTIME_BYTES
+    runtime: float
+    """What PyTorch does not count: CUDA, libraries, NCCL."""
 
     @property
     def total(self) -> float:
         """Sum of all."""
         state = self.weights + self.gradients + self.optimizer + self.runtime
         work = self.recomputed + self.backward + self.loss
-        work += self.ring_buffers + self.second_stream
+        work += self.ring_buffers + self.second_stream + self.in_flight
         return state + self.activations + work
+
+
+def num_communicators(job: Job) -> int:
+    """NCCL communicators that a GPU of a job is in: those of more than one GPU that a step uses.
+
+    All ranks; gradients and rings of HDP; tensor parallelism; pipelines, twice with several model
+    chunks; the model's parts together, for norms; experts and their gradients; tensor ranks in one.
+    """
+    one_for_each = (
+        *(job.num_gpus, job.hdp_ranks, job.hdp_ranks, job.tensor_ranks, job.stages),
+        *(job.stages if job.model_chunks > 1 else 1, job.tensor_ranks * job.stages),
+        *(job.expert_ranks, job.expert_ranks, job.expert_tensor_ranks),
+    )
+    return sum(ranks > 1 for ranks in one_for_each)
+
+
+def runtime_bytes(job: Job) -> float:
+    """CUDA's context with all kernels, workspaces of libraries and NCCL's communicators.
+
+    As measured, else assumed: 2 GB, and 0.4 GB for each communicator (0.2 to 0.6 by channels).
+    """
+    if job.runtime_bytes is not None:
+        return job.runtime_bytes
+    return _LIBRARIES_BYTES + _COMMUNICATOR_BYTES * num_communicators(job)
 
 
 def fullest_stage(job: Job, most_tokens: int | None = None) -> StageMemory:
@@ -123,13 +152,25 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
         second_stream=beside * job.tokens_per_rank
         + max((second_stream_bytes(job, layer, job.hdp_ranks) for layer in at_work), default=0.0)
         * tokens,
+        in_flight=max(IN_FLIGHT_BYTES, *(_transfer_bytes(job, layer, tokens) for layer in at_work))
+        if at_work and job.hdp_ranks > 1
+        else 0.0,
         loss=_loss_bytes(job, tokens, embedding) if last else 0.0,
+        runtime=runtime_bytes(job),
     )
 
 
 def _ring_bytes(job: Job, layer: Layer, tokens: int) -> float:
     whole = ring_bytes(job, layer) * tokens
     return max(whole, whole / 2 + halo_bytes(job, layer))
+
+
+def _transfer_bytes(job: Job, layer: Layer, tokens: int) -> float:
+    """What a hop of a backward sends and receives: K, V and their gradients; two may be under way.
+
+    Of two the buffers of one are in use, which is counted as such.
+    """
+    return 4 * job.value_bytes * layer.attention.travelling_size / job.tensor_ranks * tokens
 
 
 def most_tokens_per_rank(job: Job, memory_bytes: float) -> int:

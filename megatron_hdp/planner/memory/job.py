@@ -41,6 +41,8 @@ class Job:
     recompute_num_layers: int = 1
     """Of "full": layers of a unit, or layers recomputed in all."""
     tokens_per_rank: int
+    runtime_bytes: float | None = None
+    """What PyTorch does not count, as measured on a GPU: CUDA, libraries, NCCL; None: not known."""
 
     @property
     def hdp_ranks(self) -> int:

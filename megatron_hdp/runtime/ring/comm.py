@@ -3,28 +3,43 @@
 What NCCL does with it (`torch.distributed.batch_isend_irecv`): the transfer waits, on NCCL's own
 stream, for what the current stream was given before it was posted; `wait` makes the current stream
 wait for the transfer, not the host. What is launched between the two runs beside the transfer.
+
+PyTorch gives memory that NCCL's stream has used to nobody else before that stream is past all that
+it was given until the memory was freed. The host is many transfers ahead of it, so what is freed
+after every layer adds up to gigabytes. Our rings use the same buffers again and again; whoever
+makes new ones waits until few transfers are under way (`InFlight`).
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.timeline import RING_WAIT, Timeline
+from megatron_hdp.planner.memory import IN_FLIGHT_BYTES
+from megatron_hdp.runtime.timeline import DEVICE_WAIT, RING_WAIT, Timeline
+
+_ASK_EVERY_S = 1e-4
 
 
 class Transfer:
-    """One tensor on its way to a ring member while another comes from a member."""
+    """One tensor on its way to a ring member while another comes from a member.
+
+    Attributes:
+        works: handles of torch.distributed.
+    """
 
     def __init__(
         self, comm: RingComm, works: list[dist.Work], sent: torch.Tensor, received: torch.Tensor
     ) -> None:
         self._comm = comm
-        self._works = works
+        self.works = works
         self._sent: torch.Tensor | None = sent  # kept alive until it has left
         self._received = received
+        self._is_marked = False
 
     def wait(self, is_idle: bool = True) -> torch.Tensor:
         """What was received; blocks the host, or only the current CUDA stream, until it is there.
@@ -35,18 +50,54 @@ class Transfer:
             is_idle: a GPU computes nothing meanwhile, so that the wait counts as lost time. A CPU
                 never does.
         """
-        if self._works:
-            timeline, timed = self._comm.timeline, is_idle or not self._received.is_cuda
-            with timeline.span(RING_WAIT) if timed else timeline.marked(RING_WAIT):
-                for work in self._works:
-                    try:
-                        work.wait()
-                    except RuntimeError as error:
-                        raise RuntimeError(f"a ring member did not answer: {error}") from error
+        if self.works:
+            timeline = self._comm.timeline
+            if is_idle or not self._received.is_cuda:
+                with timeline.span(RING_WAIT):
+                    self._wait()
+            elif self._is_marked:
+                self._wait()
+            else:
+                self._is_marked = True
+                with timeline.marked(RING_WAIT):
+                    self._wait()
         if not self._received.is_cuda:
-            self._works = []  # gloo's works would wait for ever a second time
+            self.works = []  # gloo's works would wait for ever a second time
         self._sent = None
         return self._received
+
+    def _wait(self) -> None:
+        for work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"a ring member did not answer: {error}") from error
+
+
+class InFlight:
+    """Bounds the bytes of transfers that the device is not past; the host waits for the oldest.
+
+    That blocks no ring. Whoever posts a transfer has let its stream wait for those before the last
+    one, so a host that stands still until they have passed holds back nothing that could run
+    earlier; the device of each rank comes to them in the one order of all rings.
+    """
+
+    def __init__(self, timeline: Timeline, most_bytes: int = IN_FLIGHT_BYTES) -> None:
+        self._timeline, self._most_bytes = timeline, most_bytes
+        self._transfers: deque[tuple[list[dist.Work], int]] = deque()
+        self._num_bytes = 0
+
+    def add(self, works: list[dist.Work], num_bytes: int) -> None:
+        """Notes what was just posted; two transfers may always be under way."""
+        self._transfers.append((works, num_bytes))
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._most_bytes and len(self._transfers) > 2:
+            oldest, its_bytes = self._transfers.popleft()
+            self._num_bytes -= its_bytes
+            if not all(work.is_completed() for work in oldest):
+                with self._timeline.noted(DEVICE_WAIT):
+                    while not all(work.is_completed() for work in oldest):
+                        time.sleep(_ASK_EVERY_S)
 
 
 class RingComm:
@@ -62,6 +113,25 @@ class RingComm:
         self.group = group
         self.timeline = timeline or Timeline()
         self.bytes_sent = 0
+        self._in_flight = InFlight(self.timeline)
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def buffer(
+        self, name: str, num_values: int, like: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Flat memory to send from or to receive in, on the device of `like`, which is kept.
+
+        A later call of this name gives the same memory, so a caller may use it until its last
+        transfer has been waited for, and hands it to nobody, autograd included. What the later one
+        launches comes after that on the stream that computes, and NCCL's stream waits for that one.
+        """
+        dtype = dtype or like.dtype
+        num_bytes = num_values * dtype.itemsize
+        found = self._buffers.get(name)
+        if found is None or found.numel() < num_bytes or found.device != like.device:
+            found = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+            self._buffers[name] = found
+        return found[:num_bytes].view(dtype)
 
     def pass_on(
         self,
@@ -84,7 +154,15 @@ class RingComm:
         self, sent: torch.Tensor, following: int, received: torch.Tensor, previous: int
     ) -> Transfer:
         """Starts sending to one HDP rank and receiving from another, as one operation of NCCL."""
-        return self.trade(sent, [(following, len(sent))], received, [(previous, len(received))])
+        return self.trade(sent, ((following, len(sent)),), received, ((previous, len(received)),))
+
+    def exchange_new(
+        self, sent: torch.Tensor, following: int, received: torch.Tensor, previous: int
+    ) -> Transfer:
+        """`exchange` of tensors that are no `buffer`: at most `IN_FLIGHT_BYTES` are under way."""
+        transfer = self.exchange(sent, following, received, previous)
+        self._in_flight.add(transfer.works, sent.nbytes + received.nbytes)
+        return transfer
 
     def trade(
         self,
@@ -103,11 +181,12 @@ class RingComm:
         """
         operations = []
         for operation, tensor, peers in ((dist.isend, sent, to), (dist.irecv, received, of)):
+            if len(peers) == 1:  # as in every hop
+                operations.append(dist.P2POp(operation, tensor, None, self.group, 0, peers[0][0]))
+                continue
             parts = tensor.split([rows for _, rows in peers])
-            operations += [
-                dist.P2POp(operation, part, group=self.group, group_peer=peer)
-                for part, (peer, _) in zip(parts, peers, strict=True)
-            ]
+            for part, (peer, _) in zip(parts, peers, strict=True):
+                operations.append(dist.P2POp(operation, part, None, self.group, 0, peer))
         works = dist.batch_isend_irecv(operations) if operations else []
-        self.bytes_sent += sent.numel() * sent.element_size()
+        self.bytes_sent += sent.nbytes
         return Transfer(self, works, sent, received)

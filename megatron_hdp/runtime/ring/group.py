@@ -101,7 +101,7 @@ class RingGroup(dist.ProcessGroup):
             else (other, other_place, tensor, place)
         )
         ring = self._ring
-        transfer = self._comm.exchange(sent, ring[following], received, ring[previous])
+        transfer = self._comm.exchange_new(sent, ring[following], received, ring[previous])
         half.transfer = other_half.transfer = transfer
         return half
 

@@ -31,7 +31,7 @@ import torch
 from megatron_hdp.planner.slices import chunks_of
 from megatron_hdp.runtime.host_to_device import to_device
 from megatron_hdp.runtime.kernels import Segments
-from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.ring.comm import RingComm, Transfer
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
 
 
@@ -83,8 +83,7 @@ class Halo:
         kv = k.new_empty((sum(self.k_segments.lengths), 2, *k.shape[1:]))
         kv[self.own] = torch.stack((k, v), dim=1)
         for hop in self.hops:
-            arriving = kv.new_empty((_rows_of(hop.of), *kv.shape[1:]))
-            transfer = comm.trade(kv[hop.sent], hop.to, arriving, hop.of)
+            transfer = _trade(comm, kv, hop.sent, hop.to, hop.of)
             if hop.copied is not None:
                 known, new = hop.copied
                 kv[new] = kv[known]
@@ -101,14 +100,30 @@ class Halo:
         wide = torch.promote_types(dk.dtype, torch.float32)
         dkv = torch.stack((dk, dv), dim=1).to(wide)
         for hop in self.hops[::-1]:
-            arriving = dkv.new_empty((_rows_of(hop.to), *dkv.shape[1:]))
-            transfer = comm.trade(dkv[hop.received], hop.of, arriving, hop.to)
+            transfer = _trade(comm, dkv, hop.received, hop.of, hop.to)
             if hop.copied is not None:
                 known, new = hop.copied
                 dkv[known] += dkv[new]
             dkv[hop.sent] += transfer.wait()
         dk, dv = dkv[self.own].to(dk.dtype).unbind(1)
         return dk, dv
+
+
+def _trade(
+    comm: RingComm,
+    kv: torch.Tensor,
+    rows: Rows,
+    to: tuple[tuple[int, int], ...],
+    of: tuple[tuple[int, int], ...],
+) -> Transfer:
+    """Sends these rows of `kv`; what comes lies in a buffer until the next hop."""
+    shape, row = kv.shape[1:], kv[0].numel()
+    sent, arriving = (
+        comm.buffer(name, sum(n for _, n in peers) * row, kv).view(-1, *shape)
+        for name, peers in (("halo", to), ("arriving halo", of))
+    )
+    sent.copy_(kv[rows])
+    return comm.trade(sent, to, arriving, of)
 
 
 class _Builder:
@@ -182,10 +197,6 @@ class _Builder:
 
 def _length(pieces: Sequence[tuple[int, int]]) -> int:
     return sum(stop - first for first, stop in pieces)
-
-
-def _rows_of(messages: Sequence[tuple[int, int]]) -> int:
-    return sum(rows for _, rows in messages)
 
 
 def _rows(pieces: Sequence[tuple[int, int]], device: torch.device) -> Rows:

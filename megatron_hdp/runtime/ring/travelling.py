@@ -29,8 +29,8 @@ def travelling_kv(k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, comm: R
     Those of a step are already on their way to the next member when they are yielded. They are
     overwritten two steps later: both their transfer and their block come before.
     """
-    kv = torch.cat((k.flatten(), v.flatten()))
-    spare = torch.empty_like(kv)
+    kv, spare = (comm.buffer(name, k.numel() + v.numel(), k) for name in ("kv", "spare kv"))
+    torch.cat((k.flatten(), v.flatten()), out=kv)
     for step in range(layout.degree):
         if step + 1 < layout.degree:
             transfer = comm.pass_on(kv, layout.ring, layout.index, into=spare)
@@ -47,13 +47,14 @@ def gradients_of_travelling(
     comm: RingComm,
     backward: Callable[[int, torch.Tensor, torch.Tensor], Found],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all other members find for our keys and values, in the dtype of sums.
+    """What all others find for our keys and values, in the dtype of sums; until the next call.
 
     `blocks` are those of `travelling_kv` behind step 0; `backward` is what we find at a step.
     """
     dtype = torch.promote_types(k.dtype, torch.float32)
-    dkv = torch.zeros(k.numel() + v.numel(), dtype=dtype, device=k.device)
-    spare, arriving = torch.empty_like(dkv), None
+    size, arriving = k.numel() + v.numel(), None
+    dkv, spare = (comm.buffer(name, size, k, dtype) for name in ("dkv", "spare dkv"))
+    dkv.zero_()
     for step, (keys, values) in blocks:
         rows, dk_block, dv_block = backward(step, keys, values)
         # to what the members before us found for these keys and values, add ours

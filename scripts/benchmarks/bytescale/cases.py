@@ -142,4 +142,5 @@ def _offloaded(constants: Constants, tokens: int, ratio: float) -> tuple[float, 
     memory = fullest_stage(job_with("llama-7b", 8, _OFFLOAD_LAYOUT, tokens), tokens)
     layers = setting.cost_model.num_layers
     gone = ratio * (layers - 2) / layers * memory.activations
-    return seconds, seconds - normal_s, (memory.total - gone) / 1e9
+    held = memory.total - memory.in_flight  # the paper's ring is not TransformerEngine's
+    return seconds, seconds - normal_s, (held - gone) / 1e9

@@ -1,10 +1,10 @@
-"""How many micro-batches a stage holds between forward and backward, against the schedules."""
+"""What a stage holds: micro-batches between forward and backward, and what PyTorch cannot count."""
 
 from dataclasses import replace
 
 import pytest
 
-from megatron_hdp.planner.memory import stage_memory
+from megatron_hdp.planner.memory import IN_FLIGHT_BYTES, stage_memory
 from tests.planner.blocking import interleaved, one_forward_one_backward
 from tests.support.jobs import job_of
 
@@ -32,6 +32,26 @@ def test_it_is_what_the_schedule_holds(stages, chunks):
             order = interleaved(many, stage, stages, chunks, stages)
         assert job.alive(stage) == pytest.approx(most_alive(order) / chunks)
         assert job.alive(0) == pytest.approx(stages + (stages - 1) / chunks * (chunks > 1))
+
+
+SPLIT = {"tensor_ranks": 2, "stages": 2, "expert_ranks": 4, "num_gpus": 16}
+
+
+@pytest.mark.parametrize(
+    ("layout", "runtime_gb"),
+    [({"num_gpus": 1}, 2.0), ({}, 3.2), (SPLIT, 5.2), (SPLIT | {"runtime_bytes": 4.7e9}, 4.7)],
+)
+def test_cuda_and_nccl_take_what_was_measured_else_by_communicators(layout, runtime_gb):
+    job = replace(JOB, **layout)
+    assert stage_memory(job, 0).runtime == pytest.approx(runtime_gb * 1e9)
+
+
+def test_transfers_that_the_gpu_is_not_past_hold_a_bound():
+    assert stage_memory(replace(JOB, num_gpus=1), 0).in_flight == 0
+    assert stage_memory(JOB, 0).in_flight == IN_FLIGHT_BYTES
+    kv_bytes = 2 * 4 * (64 // 8) * 2 * 10**6  # of K and V, in bfloat16
+    assert stage_memory(JOB, 0, 10**6).in_flight == max(IN_FLIGHT_BYTES, 4 * kv_bytes)
+    assert stage_memory(JOB, 0, 10**7).in_flight == 4 * 10 * kv_bytes > IN_FLIGHT_BYTES
 
 
 def test_the_first_stage_needs_that_much_more_for_activations():

@@ -43,6 +43,25 @@ def test_one_ring_sequence_and_a_rank_outside_the_ring(run_ranks):
     assert max(error for error, _ in results) < 1e-13
 
 
+def attend_with_spoilt_buffers(ring, window):
+    """Between forward and backward other micro-batches run, as in a pipeline, in these buffers."""
+    comm, kernel = gloo_comm(), RingAttention(CpuFlashKernel())
+
+    def attend(*args, **how):
+        out = kernel(*args, **how)
+        assert comm._buffers
+        for buffer in comm._buffers.values():
+            buffer.fill_(255)  # not a number
+        return out
+
+    return max(errors_of_part(attend, comm, ring, [5, 1, 8], [7], window=window))
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_nothing_stays_in_a_buffer_between_forward_and_backward(run_ranks, window):
+    assert max(run_ranks(3, attend_with_spoilt_buffers, [2, 0, 1], window)) < 1e-13
+
+
 WINDOWS = [1, 2, 5, 9, 33, 1000]  # of chunks of 5, 1 and 8: within one, over many, over all
 
 
