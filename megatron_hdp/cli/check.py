@@ -39,6 +39,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     number(add, "--gpus-per-node", "N", 1, 2**20, "GPUs that share it", default=8)
     add(
+        "--runtime-memory",
+        metavar="SIZE",
+        help="what CUDA, libraries and NCCL hold of a GPU, like 5.2GB; a run on GPUs says it after "
+        "its first step (default: runtime_bytes of --hdp-cost-model, else assumed)",
+    )
+    add(
         "--preset",
         choices=_PRESETS,
         default="github",
@@ -56,13 +62,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _run(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli.checking import as_json, as_text, check
 
-    host_memory = arguments.host_memory
+    host_memory, runtime_memory = arguments.host_memory, arguments.runtime_memory
     finding: Finding = check(
         arguments.configs,
         num_gpus=arguments.gpus,
         gpu_memory_bytes=memory_bytes("--gpu-memory", arguments.gpu_memory),
         host_memory_bytes=host_memory and memory_bytes("--host-memory", host_memory),
         gpus_per_node=arguments.gpus_per_node,
+        runtime_bytes=runtime_memory and memory_bytes("--runtime-memory", runtime_memory),
         preset=arguments.preset,
         vocab_size=arguments.vocab_size,
     )

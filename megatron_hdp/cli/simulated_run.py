@@ -58,6 +58,7 @@ def setting_of(
     """
     job = job_of(options, arguments.gpus)
     cost_model = cost_model_of(options, job)
+    job = dataclasses.replace(job, runtime_bytes=cost_model.runtime_bytes or None)
     if arguments.rank_speeds:
         what = f"{arguments.gpus:,} GPUs' HDP ranks:"
         speeds = read_speeds(arguments.rank_speeds, job.hdp_ranks, what)

@@ -72,6 +72,7 @@ _MAY_BE_ZERO = (
     "merge_b",
     "window_share",
     "halo_bytes",
+    "runtime_bytes",
 )
 
 _LONGEST = 2**40
@@ -144,6 +145,9 @@ class CostModel:
     """The share of ``a`` that belongs to these layers."""
     halo_bytes: float = 0.0
     """Bytes that a member of a ring sends in them, forward and backward, whatever it holds."""
+    runtime_bytes: float = 0.0
+    """Bytes of a GPU that PyTorch does not count, as measured: CUDA, libraries, NCCL; 0: not
+    known. ``check`` counts with them, plans do not."""
     doubt: str = ""
     """Why ``profile`` wrote this only by ``--force``, which every reader tells; else empty."""
 

@@ -23,6 +23,7 @@ from megatron_hdp.profile.cases import Room, cases_of
 from megatron_hdp.profile.fitting import Fit, Measured, Shape, coefficients_of, warnings_of
 from megatron_hdp.profile.measuring import Bench
 from megatron_hdp.profile.passes import Fitted, Progress, fitted
+from megatron_hdp.runtime.gpu_memory import runtime_bytes
 from megatron_hdp.runtime.health import Heartbeat
 from megatron_hdp.runtime.timeline import START, Timeline
 
@@ -117,6 +118,7 @@ def _profiled(
         *(replace(counted, host_bytes_per_s=host_bytes_per_s, doubt=found.doubt), found.fit),
         *(room, arguments),
     )
+    cost_model = replace(cost_model, runtime_bytes=runtime_bytes(parallel.compute_device()))
     if found.measurements > 1:
         notes += (f"the times were noisy: measured {found.measurements} times",)
     if cost_model.is_free:

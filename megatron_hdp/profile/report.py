@@ -143,7 +143,9 @@ def _degrees(profile: Profile) -> list[int]:
 def _source(name: str, profile: Profile) -> str:
     if name in _COUNTED or (name == "ranks_per_node" and profile.room.ranks > 1):
         return "counted"
-    if name == "host_bytes_per_s":
+    if name == "runtime_bytes" and not profile.cost_model.runtime_bytes:
+        return "there is no GPU"
+    if name in ("host_bytes_per_s", "runtime_bytes"):
         return "measured"
     if name == "b_experts" and not profile.room.has_experts:
         return "the model has none"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.options import TrainingArguments, model_shape
 from megatron_hdp.megatron.step import EvaluationLoss, HdpSteps, StepReport
+from megatron_hdp.runtime.gpu_memory import runtime_bytes
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics
 from megatron_hdp.training.step_trace import StepTracer
 from megatron_hdp.training.training_job import Steps
@@ -30,6 +31,7 @@ class StepOutputs:
     ) -> None:
         self._arguments = arguments
         self._steps = steps
+        self._first_step = first_step
         self._shape = model_shape(arguments, vocab_size)  # padding counts no FLOP
         self._writes = parallel.is_first_rank()
         self._logger = MetricsLogger(
@@ -56,6 +58,12 @@ class StepOutputs:
         if step == arguments.hdp_plot_step and arguments.hdp_plot_plan and self._writes:
             title = f"step {step}: {arguments.hdp_strategy}"
             self._steps.draw_plan(Path(arguments.hdp_plot_plan), title)
+        if step == self._first_step and (found := runtime_bytes(parallel.compute_device())):
+            size = f"{found / 1e9:.2f}GB"
+            parallel.say(
+                f"CUDA, libraries and NCCL hold {size} of a GPU at most beside PyTorch's memory: "
+                f"megatron-hdp check --runtime-memory {size} counts with that"
+            )
 
     def write(
         self,

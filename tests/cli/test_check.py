@@ -11,6 +11,7 @@ from megatron_hdp.cli.check import memory_bytes
 from megatron_hdp.cli.checking import as_text, check, cost_model_of, job_of
 from megatron_hdp.cli.main import main
 from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory import RESERVE, stage_memory
 from megatron_hdp.planner.shape import MODELS
 
@@ -320,6 +321,21 @@ def test_exit_code_text_and_json(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(["check", path, *wrong])
         assert f"{wrong[-2]}: found 0, expected at least 1" in capsys.readouterr().err
+
+
+def test_what_was_measured_of_cuda_and_nccl_is_counted(tmp_path, capsys):
+    path, file = with_lines(tmp_path), tmp_path / "cost-model.json"
+    file.write_bytes(replace(CostModel(1e-9, 1e-6, 1.0), runtime_bytes=5.5e9).to_json())
+    measured = with_lines(tmp_path, f"hdp-cost-model: {file}")
+    for argv, line in (
+        ([measured], "CUDA, NCCL             5.50  measured"),
+        ([measured, "--runtime-memory", "6.1GB"], "CUDA, NCCL             6.10  measured"),
+    ):
+        assert main(["check", *map(str, argv), "--gpus", "8"]) == 0
+        assert line in capsys.readouterr().out
+    path = with_lines(tmp_path)
+    assert main(["check", str(path), "--gpus", "8"]) == 0
+    assert "CUDA, NCCL             3.20  assumed, 3 communicators" in capsys.readouterr().out
 
 
 def test_several_files(tmp_path):

@@ -14,7 +14,7 @@ from megatron_hdp.cli.checking.planned_step import (
 )
 from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
 from megatron_hdp.options import PLANNER_FLAGS, OptionError
-from megatron_hdp.planner import told_as
+from megatron_hdp.planner import CostModel, told_as
 from megatron_hdp.planner.memory import (
     RESERVE,
     Job,
@@ -36,11 +36,13 @@ def check(
     vocab_size: int | None = None,
     host_memory_bytes: float | None = None,
     gpus_per_node: int = 8,
+    runtime_bytes: float | None = None,
 ) -> Finding:
     """Check one configuration of YAML files, of which later ones win, with a preset's lengths.
 
     The vocabulary's size is by default that of the tokenizer (byte) or LLaMA 3's; the memory of a
-    node is checked if it is given.
+    node is checked if it is given. `runtime_bytes` are what CUDA, libraries and NCCL hold of a GPU:
+    given, else those of the cost model, else assumed.
     """
     found = Finding(
         configs=tuple(configs),
@@ -48,6 +50,7 @@ def check(
         gpu_memory_bytes=gpu_memory_bytes,
         host_memory_bytes=host_memory_bytes,
         gpus_per_node=gpus_per_node,
+        runtime_bytes=runtime_bytes,
     )
     argv = [argument for path in configs for argument in ("--config", path)]
     try:
@@ -77,8 +80,10 @@ def _examined(
     """Plan and memory of a run whose degrees are right."""
     job = job_of(arguments, untouched.num_gpus, vocab_size)
     found = replace(untouched, job=job, refusals=[], stages=[], virtual_stages=[])
-    _plan(found, arguments, job, preset)
-    _add_memory(found, job)
+    cost_model = _plan(found, arguments, job, preset)
+    measured = found.runtime_bytes or (cost_model and cost_model.runtime_bytes)
+    found.job = replace(job, runtime_bytes=measured or None)
+    _add_memory(found, found.job)
     return found
 
 
@@ -94,7 +99,11 @@ def _tried(found: Finding, number: int) -> Tried:
     )
 
 
-def _plan(found: Finding, arguments: "TrainingArguments", job: Job, preset: str) -> None:
+def _plan(
+    found: Finding, arguments: "TrainingArguments", job: Job, preset: str
+) -> CostModel | None:
+    """Plans a step; the cost model by which it did, unless that is refused."""
+    cost_model = None
     try:
         with told_as(PLANNER_FLAGS):
             cost_model = cost_model_of(arguments, job)
@@ -106,6 +115,7 @@ def _plan(found: Finding, arguments: "TrainingArguments", job: Job, preset: str)
         found.refusals.append(
             f"--seq-length {arguments.seq_length:,} on {job.hdp_ranks:,} HDP ranks: {error}"
         )
+    return cost_model
 
 
 def _add_memory(found: Finding, job: Job) -> None:

@@ -44,6 +44,8 @@ class Finding:
     host_memory_bytes: float | None = None
     """Of one node; None: not known, and so not checked."""
     gpus_per_node: int = 8
+    runtime_bytes: float | None = None
+    """What CUDA, libraries and NCCL hold of a GPU, where it is given."""
     step: StepForecast | None = None
     warning: str = ""
     """Of the cost model, by which the step is planned."""

@@ -22,7 +22,7 @@ def run(tmp_path, monkeypatch):
     """A run whose steps are what the test says; it validates every second one, by three batches."""
     monkeypatch.setattr(step_outputs.dist, "get_world_size", lambda: 1)
     outputs = step_outputs.StepOutputs.__new__(step_outputs.StepOutputs)
-    outputs.__dict__ |= {"_to_validate": None, "_tracer": None, "_writes": True}
+    outputs.__dict__ |= {"_to_validate": None, "_tracer": None, "_writes": True, "_first_step": 2}
     outputs._arguments = SimpleNamespace(hdp_plot_step=None)
     outputs._shape = SimpleNamespace(flops_of_sums=lambda *amounts: 1.0)
     outputs._logger = MetricsLogger(tmp_path / "metrics.jsonl")
@@ -53,6 +53,16 @@ def test_the_mean_over_an_evaluation_goes_to_the_step_before(run, tmp_path):
         run._add_validation(batch)
     found = [line["validation_loss"] for line in lines(tmp_path)]
     assert found == [None, pytest.approx(2 * 3.7), None, pytest.approx(4 * 3.7)]
+
+
+def test_the_first_step_says_what_cuda_and_nccl_hold(run, monkeypatch):
+    said = []
+    monkeypatch.setattr(step_outputs.parallel, "say", said.append)
+    monkeypatch.setattr(step_outputs, "runtime_bytes", lambda device: 5_230_000_000)
+    for step in (2, 3):
+        run.end_step(step, None, 0.1)
+    (line,) = said
+    assert "check --runtime-memory 5.23GB" in line
 
 
 def test_without_validation_lines_are_written_as_they_are(run, tmp_path):

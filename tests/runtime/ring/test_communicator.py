@@ -87,23 +87,29 @@ def test_what_nccl_is_asked_for(monkeypatch, backend, max_ctas):
 
     def new_group(ranks, timeout=None, backend=None, pg_options=None):
         made.append((ranks, timeout, pg_options))
-        return "group"
+        return group
 
+    group = mock.Mock()
+    group.size.return_value = 2
     of_torch = {
         "ProcessGroupNCCL": SimpleNamespace(Options=Options),
         "get_backend": lambda: backend,
         "get_rank": lambda: 1,
         "new_group": new_group,
-        "all_reduce": lambda tensor, group: None,
+        "all_reduce": mock.Mock(side_effect=AssertionError("it would connect collectives")),
     }
-    monkeypatch.setattr(torch, "zeros", lambda *_, device: device)
     monkeypatch.setattr(communicator, "connect_neighbours", lambda group, device: None)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     monkeypatch.setattr(communicator.nccl_channels, "widen", lambda config, version: f"{version}")
     timeout, told = timedelta(minutes=7), []
     with mock.patch.multiple(dist, create=True, **of_torch):
         args = ([[0, 2], [1, 3]], timeout, CUDA, max_ctas)
-        assert new_ring_group(*args, tell=told.append) == "group"
+        assert new_ring_group(*args, tell=told.append) == group
+    made_by = [
+        mock.call._get_backend(CUDA),
+        mock.call._get_backend().eager_connect_single_device(CUDA),
+    ]
+    assert group.mock_calls == ([mock.call.size(), *made_by] if backend == "nccl" else [])
     assert told == (["rings' communicator: (2, 30, 7)"] if backend == "nccl" else [])
     assert [ranks for ranks, _, _ in made] == [[0, 2], [1, 3]]
     assert made[0][2] is not made[1][2] or backend == "gloo", "each group keeps its own"
