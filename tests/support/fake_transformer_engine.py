@@ -31,19 +31,25 @@ _attention_backends["backend_selection_requires_update"] = False
 
 
 @dataclass
-class AttentionParams:
-    """Those of its fields that matter here, by its names."""
+class OldAttentionParams:
+    """Those of its fields that matter here, by its names, as from 2.3 on."""
 
     batch_size: int
     num_heads: int
     num_gqa_groups: int
     max_seqlen_q: int
     max_seqlen_kv: int
+    context_parallel: bool
+    deterministic: bool
+
+
+@dataclass
+class AttentionParams(OldAttentionParams):
+    """As of 2.20.2."""
+
+    cp_size: int
     num_tokens_q: int
     num_tokens_kv: int
-    context_parallel: bool
-    cp_size: int
-    deterministic: bool
 
 
 def get_attention_backend(attention_params=None):
@@ -55,8 +61,9 @@ def get_attention_backend(attention_params=None):
     unfused = os.environ.get("NVTE_UNFUSED_ATTN", "1") == "1" and not params.context_parallel
     scores = params.batch_size * params.num_heads * params.max_seqlen_q * params.max_seqlen_kv
     fused &= not (params.deterministic and scores >= 1 << 30)
-    most = params.batch_size * params.max_seqlen_q // params.cp_size
-    fused &= params.num_tokens_q <= most  # 2.20.2 puts all of them into a graph
+    if isinstance(params, AttentionParams):
+        most = params.batch_size * params.max_seqlen_q // params.cp_size
+        fused &= params.num_tokens_q <= most  # 2.20.2 puts all of them into a graph
     available = [flash, fused, unfused]
     flash &= not fused
     unfused &= not (fused or flash)
@@ -111,8 +118,10 @@ class DotProductAttention(torch.nn.Module):
     def _choose(self, q, k, num_sequences, longest):
         """Anew where the parameters are not those of the last choice."""
         size = 1 if self.group is None else dist.get_world_size(self.group)
-        sizes = (num_sequences, q.shape[1], k.shape[1], longest, longest, len(q), len(k))
-        params = AttentionParams(*sizes, size > 1, size, self.deterministic)
+        sizes = (num_sequences, q.shape[1], k.shape[1], longest, longest)
+        how = (*sizes, size > 1, self.deterministic)
+        is_old = sys.modules["transformer_engine"].__version__ != "2.20.2"
+        params = OldAttentionParams(*how) if is_old else AttentionParams(*how, size, len(q), len(k))
         last = _attention_backends
         if last["attention_params"] != params:
             own = sys.modules["transformer_engine.pytorch.attention.dot_product_attention"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 _PARAMS = "attention_params"
@@ -61,10 +61,14 @@ class KernelChoices:
 
         Args:
             kind: there was a call of it.
-            sizes: parameters of the call, by TransformerEngine's names.
+            sizes: parameters of the call, by TransformerEngine's names; those that its version has
+                not are left out.
         """
+        params = self._kept[kind][_PARAMS]
+        known = {one.name for one in fields(params)}  # older ones choose by fewer
+        changes = {name: size for name, size in sizes.items() if name in known}
         with _without_unfused() as utils:
-            chosen = utils.get_attention_backend(replace(self._kept[kind][_PARAMS], **sizes))
+            chosen = utils.get_attention_backend(replace(params, **changes))
         flash, _, fused, _, unfused, *_ = chosen
         return _name_of(dict(zip(_KERNELS, (flash, fused, unfused), strict=True)))
 

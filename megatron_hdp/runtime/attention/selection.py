@@ -76,7 +76,7 @@ def select_attention(
             try_out(backend, shapes)
             notes: tuple[str, ...] = ()
             if isinstance(backend, TransformerEngineAttention):
-                if comm is not None and shapes.num_ranks > 1:
+                if comm is not None and shapes.num_ranks > 1 and backend.takes_rings:
                     try_out_ring(backend, comm, shapes)
                 notes = backend.check(shapes)
         except _REFUSALS as error:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
 from megatron_hdp.runtime.attention.selection import OUR_RING, Selection, select_attention
+from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
 from megatron_hdp.runtime.ring import LatentRing, RingAttention, RingComm, TokenLayout
 
 Decision: TypeAlias = Callable[[TokenLayout], bool]
@@ -92,6 +93,8 @@ def with_float32_rings(
 ) -> Selection:
     """The selection, with long rings by our own ring, which adds up in float32.
 
+    All of them, where TransformerEngine is too old for rings.
+
     Args:
         selection: for short rings and whole sequences; our own ring stays as it is.
         least_degree: of long rings, at least 2; without it the selection stays as it is.
@@ -100,7 +103,11 @@ def with_float32_rings(
     Raises:
         ValueError: there is no kernel for our ring; says why.
     """
-    if least_degree is None or isinstance(selection.backend, RingAttention):
+    backend = selection.backend
+    is_old = isinstance(backend, TransformerEngineAttention) and not backend.takes_rings
+    if is_old and shapes.num_ranks > 1:
+        least_degree = 2
+    if least_degree is None or isinstance(backend, RingAttention):
         return selection
     return _with_ours(
         selection,

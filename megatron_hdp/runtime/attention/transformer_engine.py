@@ -17,7 +17,7 @@ from megatron_hdp.runtime.attention.kernel_choice import KernelChoices
 from megatron_hdp.runtime.kernels import Segments, longest_class
 from megatron_hdp.runtime.ring import RingComm, RingGroups, TokenLayout
 
-OLDEST = (2, 20, 2)  # earlier ones keep keys, values and output of every step of a ring
+OLDEST_RINGS = (2, 20, 2)  # earlier ones keep keys, values and output of every step of a ring
 
 
 class TransformerEngineAttention:
@@ -32,7 +32,9 @@ class TransformerEngineAttention:
 
     Raises:
         ImportError, OSError, RuntimeError, AssertionError: it does not load, or a library of its.
-        ValueError: it is older than `OLDEST`.
+
+    Attributes:
+        takes_rings: whether it is for rings too; see `OLDEST_RINGS`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,9 +42,7 @@ class TransformerEngineAttention:
         from transformer_engine.pytorch import DotProductAttention
 
         version = transformer_engine.__version__
-        if _numbers(version) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            raise ValueError(f"found TransformerEngine {version}, expected {oldest} or newer")
+        self.takes_rings = _numbers(version) >= OLDEST_RINGS
         self.name = f"transformer-engine {version}"
         self._new_module = DotProductAttention
         self._modules: dict[tuple[object, ...], torch.nn.Module] = {}
@@ -68,6 +68,7 @@ class TransformerEngineAttention:
             raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
         if not layout.ring_slices:
             return self._local((q, k, v), layout.local_segments, scale)
+        assert self.takes_rings, "with_float32_rings keeps them away"
         if not layout.local_lengths:
             return self._ring((q, k, v), layout, comm, scale)
         in_ring = self._ring([x[: layout.ring_tokens] for x in (q, k, v)], layout, comm, scale)
@@ -93,6 +94,9 @@ class TransformerEngineAttention:
             return (f"it chooses kernels anew in every call: {choices.why_not_kept}",)
         taken = {kind: choices.kernel_of(kind) for kind in ("local", "ring")}
         notes = [", ".join(f"{kind} by {kernel}" for kind, kernel in taken.items() if kernel)]
+        if not self.takes_rings and shapes.num_ranks > 1:
+            oldest = ".".join(map(str, OLDEST_RINGS))
+            notes.append(f"no rings by it, which before {oldest} keep all that passes through them")
         try:
             _require_kernels(choices, "local", 1, shapes)
             if taken["ring"] is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron_hdp.runtime.attention import AttentionByLatent, RunShapes, with_la
 from megatron_hdp.runtime.attention import selection as attention
 from megatron_hdp.runtime.attention.selection import Selection, select_attention, try_out
 from megatron_hdp.runtime.attention.several import with_float32_rings, with_own_ring
+from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
 from megatron_hdp.runtime.kernels import CpuFlashKernel, PaddedKernel
 from megatron_hdp.runtime.ring import RingAttention, TokenLayout
 
@@ -281,6 +283,21 @@ def test_long_rings_go_to_the_first_of_the_others_and_both_are_tried(monkeypatch
     assert attends(0, slices=()) == attends(0, 1, 2, slices=()) == "transformer-engine"
     assert attends(0, 1) == "transformer-engine"
     assert attends(0, 1, 2) == attends(3, 2, 1, 0) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("takes_rings", "num_ranks", "rings"),
+    [(False, 8, ", rings of 2 ranks and more by torch"), (False, 1, ""), (True, 8, "")],
+)
+def test_rings_go_to_the_first_of_the_others_where_transformer_engine_is_old(
+    monkeypatch, takes_rings, num_ranks, rings
+):
+    Loaders(monkeypatch, flash_attn=ImportError("no such file"))
+    old = mock.create_autospec(TransformerEngineAttention, instance=True)
+    old.name, old.takes_rings = "transformer-engine 2.9.0", takes_rings
+    shapes = replace(ON_GPU, num_ranks=num_ranks)
+    selection = with_float32_rings(Selection(old, {}), None, shapes)
+    assert selection.backend.name == old.name + rings
 
 
 def test_where_no_kernel_serves_our_ring_the_run_does_not_begin(monkeypatch):

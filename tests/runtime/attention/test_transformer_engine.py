@@ -80,10 +80,19 @@ def test_one_token_with_one_head_of_keys(run_ranks):
     assert run_ranks(1, one_token, fake.install) == [True]
 
 
-def an_old_one_is_refused():
+def an_old_one_attends_to_whole_sequences():
+    """And is asked for kernels by the parameters that it has."""
     fake.install("2.9.0")
-    with pytest.raises(ValueError, match=r"found TransformerEngine 2\.9\.0, expected 2\.20\.2"):
-        TransformerEngineAttention(CPU)
+    attend = TransformerEngineAttention(CPU)
+    assert not attend.takes_rings
+    assert max(errors_of_part(attend, None, (0,), [], [7, 2])) < 1e-13
+    shapes = replace(SHORT, longest=2048, tokens_per_rank=4096)
+    assert attend.check(shapes) == ("local by cuDNN",)
+    assert "no rings by it, which before 2.20.2" in attend.check(replace(shapes, num_ranks=2))[1]
+    assert fake.chosen[-1].max_seqlen_q == 2048
+    ring = TokenLayout((0, 1), 0, (4,), ())
+    with pytest.raises(AssertionError, match="with_float32_rings"):
+        attend(*torch.zeros(3, 4, 1, 8), ring, None, 1.0)
 
 
 def unfused_kernels_are_never_taken():
@@ -141,7 +150,7 @@ def one_with_other_functions_is_used_and_said():
 
 BODIES = (
     deterministic_kernels_get_no_empty_segments,
-    an_old_one_is_refused,
+    an_old_one_attends_to_whole_sequences,
     unfused_kernels_are_never_taken,
     choices_of_others_are_neither_used_nor_changed,
     one_with_another_memory_is_used_and_said,
