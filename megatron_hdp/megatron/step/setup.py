@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch._dynamo
@@ -62,7 +63,8 @@ def build_executor(
     """
     device = compute_device()
     if device.type == "cuda" and arguments.hdp_numa_binding:
-        say(f"CPUs: {numa.bind(pci_address(device.index))}")
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        say(f"CPUs: {numa.bind(pci_address(device.index), num_ranks)}")
     timeline.use(clock_of(device))
     allow_variants()
     config = get_model_config(chunks[0])

@@ -14,14 +14,17 @@ from pathlib import Path
 SYSTEM = Path("/sys")
 
 
-def bind(gpu: str, system: Path = SYSTEM) -> str:
-    """Binds this process's threads to the NUMA node of a GPU, unless somebody has chosen CPUs.
+def bind(gpu: str, num_ranks: int, system: Path = SYSTEM) -> str:
+    """Binds this process's threads to the NUMA node of a GPU, within the CPUs that it may use.
 
-    Whoever has (``torchrun --numa-binding``, numactl, Slurm, a container) is left in charge: this
-    process may then use fewer CPUs than there are. Threads with CPUs of their own keep them.
+    Not if these were chosen for this rank (``torchrun --numa-binding``, numactl, Slurm's tasks):
+    then they are on the node, or no more than each rank of the machine could have for itself. Those
+    that all ranks share (a job's, a container's, all but the system's) are more. Threads with CPUs
+    of their own keep them.
 
     Args:
         gpu: its PCI address, such as ``0000:dc:00.0``.
+        num_ranks: on this machine.
         system: where sysfs is mounted.
 
     Returns:
@@ -35,15 +38,18 @@ def bind(gpu: str, system: Path = SYSTEM) -> str:
         return (
             f"any CPU: the machine does not say on which of its {len(by_number)} nodes the GPU is"
         )
-    near, allowed = by_number[number], os.sched_getaffinity(0)
-    if allowed <= near:
+    allowed, everything = os.sched_getaffinity(0), set().union(*by_number.values())
+    near, found = (
+        by_number[number] & allowed,
+        [n for n, cpus in by_number.items() if cpus & allowed],
+    )
+    if near == allowed:
         return f"those of NUMA node {number}, as this rank's GPU, by whoever started it"
-    if allowed != set().union(*by_number.values()):
-        found = [node for node, cpus in by_number.items() if cpus & allowed]
-        return (
-            f"{len(allowed)} on NUMA nodes {found}, kept as whoever started this rank chose them; "
-            f"its GPU is on node {number} (torchrun --numa-binding=node binds to it)"
-        )
+    kept = f"{len(allowed)} on NUMA nodes {found}, kept: this rank's GPU is on node {number}, but "
+    if allowed != everything and len(allowed) * num_ranks <= len(everything):
+        return f"{kept}they may be its own (torchrun --numa-binding=node binds all the same)"
+    if 2 * len(near) * len(found) < len(allowed):  # half of what a node gives on average
+        return f"{kept}of that node it may use {len(near)}"
     try:
         os.sched_setaffinity(0, near)
     except OSError as error:

@@ -143,8 +143,9 @@ def test_a_rank_is_bound_to_its_gpus_node_before_anything_else(monkeypatch, is_b
     monkeypatch.setattr(setup, "pci_address", lambda index: f"0000:{index:02x}:00.0")
     monkeypatch.setattr(setup.numa, "bind", bind)
     monkeypatch.setattr(setup, "say", said)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(setup, "clock_of", mock.Mock(side_effect=NothingElseYet))
     with pytest.raises(NothingElseYet):
         setup.build_executor(replace(ARGUMENTS, hdp_numa_binding=is_bound), [], mock.Mock())
-    assert bind.mock_calls == [mock.call("0000:03:00.0")] * is_bound
+    assert bind.mock_calls == [mock.call("0000:03:00.0", 8)] * is_bound
     assert said.mock_calls == [mock.call("CPUs: bound")] * is_bound

@@ -57,8 +57,18 @@ class Threads:
         # as torchrun --numa-binding, numactl or Slurm leave it
         ({}, {2, 3, 6, 7}, None, "those of NUMA node 1, as this rank's GPU, by whoever"),
         ({}, {3}, None, "those of NUMA node 1, as this rank's GPU, by whoever"),
-        ({}, {0, 4}, None, r"2 on NUMA nodes \[0\], kept .*; its GPU is on node 1"),
-        ({}, {1, 2, 3}, None, r"3 on NUMA nodes \[0, 1\], kept .*--numa-binding=node"),
+        (
+            {},
+            {1, 2},
+            None,
+            r"2 on NUMA nodes \[0, 1\], kept: .* may be its own .*--numa-binding=node",
+        ),
+        ({}, {0, 4}, None, r"2 on NUMA nodes \[0\], kept: this rank's GPU is on node 1"),
+        # shared by all four ranks: a container's, all but the system's
+        ({}, {1, 2, 3}, {2, 3}, "the 2 of NUMA node 1"),
+        ({}, ALL - {0, 6}, {2, 3, 7}, "the 3 of NUMA node 1"),
+        ({}, {0, 1, 4}, None, r"3 on NUMA nodes \[0\], kept: .*of that node it may use 0"),
+        ({}, {0, 1, 2, 4, 5}, None, r"5 on .*, kept: .*of that node it may use 1"),
         # nothing to choose from, or not told
         ({"nodes": ("0-7",), "gpu_on": "0"}, ALL, None, "there is one NUMA node"),
         ({"nodes": ("0-7",), "gpu_on": "-1"}, ALL, None, "there is one NUMA node"),
@@ -71,7 +81,7 @@ class Threads:
 def test_threads_are_bound(monkeypatch, tmp_path, how, allowed, bound, words):
     """Thread 11 was there before, 12 has a CPU of its own."""
     threads = Threads(monkeypatch, {0: allowed, 11: allowed, 12: {7}})
-    told = numa.bind(GPU, machine(tmp_path, **how))
+    told = numa.bind(GPU, 4, machine(tmp_path, **how))
     assert re.search(words, told), told
     wanted = bound or allowed
     assert threads.cpus == {0: wanted, 11: wanted, 12: {7}}
@@ -79,7 +89,7 @@ def test_threads_are_bound(monkeypatch, tmp_path, how, allowed, bound, words):
 
 def test_a_system_that_refuses(monkeypatch, tmp_path):
     threads = Threads(monkeypatch, {0: ALL, 11: ALL}, refuses=True)
-    assert "refuses those of the GPU's NUMA node 1 (no)" in numa.bind(GPU, machine(tmp_path))
+    assert "refuses those of the GPU's NUMA node 1 (no)" in numa.bind(GPU, 4, machine(tmp_path))
     assert threads.cpus == {0: ALL, 11: ALL}
 
 
@@ -94,7 +104,7 @@ def test_this_process(tmp_path):
     waiting = threading.Thread(target=lambda: (asked.wait(), found.append(os.sched_getaffinity(0))))
     waiting.start()
     try:
-        numa.bind(GPU, machine(tmp_path, nodes))
+        numa.bind(GPU, 1, machine(tmp_path, nodes))
         late = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
         late.start()
         late.join()
