@@ -203,7 +203,9 @@ def test_waiting_twice_and_what_counts_as_lost_time(is_cuda, is_idle):
     comm, work = RingComm(None), CountedWork()
     received = SimpleNamespace(is_cuda=is_cuda)
     transfer = Transfer(comm, [work], torch.zeros(1), received)
-    assert transfer.wait(is_idle) is received and transfer.wait(is_idle) is received
+    with mock.patch.object(comm.timeline, "marked", wraps=comm.timeline.marked) as marked:
+        assert transfer.wait(is_idle) is received and transfer.wait(is_idle) is received
+    assert marked.call_count == (is_cuda and not is_idle), "a library waits for each half"
     assert work.waits == (2 if is_cuda else 1)
     assert (comm.timeline.totals_s[RING_WAIT] > 0) == (is_idle or not is_cuda)
 
