@@ -1,8 +1,10 @@
 """Compiled and fused functions: variants, rotation, warm-up, the loss, the routers' messages."""
 
+import importlib
 import random
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -164,6 +166,23 @@ def _loss_peak() -> Answer:
         f"{error:.0e}",
         peaks[0] < most and peaks[1] - peaks[0] > 1.9 and error < 0.01,
     )
+
+
+@question(
+    "weights' gradients by apex's kernel, where it is, three micro-batches", "in float32: 1e-4"
+)
+def _fused_weight_gradients() -> Answer:
+    if find_spec("fused_weight_gradient_mlp_cuda") is None:
+        return Answer("not asked: apex is not built with its kernel", True)
+    kernel = importlib.import_module("fused_weight_gradient_mlp_cuda")
+    found, exact = torch.zeros(2, 512, 1024, device="cuda").unbind()
+    for tokens in (37, 4096, 0):  # a rank's expert may have none
+        given = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+        gradient = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+        kernel.wgrad_gemm_accum_fp32(given, gradient, found)
+        exact += gradient.float().T @ given.float()
+    error = float((found - exact).norm() / exact.norm())
+    return Answer(f"{error:.0e}", error < 1e-4)
 
 
 @question(

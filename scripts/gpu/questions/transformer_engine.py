@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from importlib import metadata
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from megatron_hdp.runtime.attention import RunShapes, Selection, select_attentio
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
 from questions import Answer, question
 
+_TOO_OLD = Answer("not asked: this TransformerEngine is too old for rings, all are ours", True)
 _HEAD_DIM = 128
 _SHAPES = RunShapes(
     *(torch.device("cuda"), torch.bfloat16, _HEAD_DIM),
@@ -47,6 +49,12 @@ def _selected() -> Selection:
     return select_attention(_here(), "transformer-engine", _two_ranks())
 
 
+@cache
+def _takes_rings() -> bool:
+    """Older versions do not."""
+    return bool(_selected().backend.takes_rings)
+
+
 @contextmanager
 def _variables(**values: int) -> Iterator[None]:
     with mock.patch.dict(os.environ, {f"NVTE_{name}_ATTN": str(x) for name, x in values.items()}):
@@ -66,7 +74,8 @@ def _version(package: str) -> str | None:
 def _kernels() -> Answer:
     selection = _selected()
     versions = f"cuDNN {torch.backends.cudnn.version()}, flash-attn {_version('flash-attn')}"
-    return Answer(f"{selection} ({versions})", "local by cuDNN, ring by cuDNN" in selection.notes)
+    wanted = "local by cuDNN, ring by cuDNN" if _takes_rings() else "local by cuDNN"
+    return Answer(f"{selection} ({versions})", wanted in selection.notes)
 
 
 @question(
@@ -112,11 +121,13 @@ def _alternating() -> Answer:
 
     from megatron_hdp.runtime.attention.trial import try_out, try_out_ring
 
-    attend, choose = _selected().backend, utils.get_attention_backend
+    attend, takes_rings = _selected().backend, _takes_rings()
+    choose = utils.get_attention_backend
     with mock.patch.object(utils, "get_attention_backend", wraps=choose) as counted:
         for _ in range(5):
             try_out(attend, _here())
-            try_out_ring(attend, _two_ranks(), _here())
+            if takes_rings:
+                try_out_ring(attend, _two_ranks(), _here())
     return Answer(f"{counted.call_count} choices in 10 calls", counted.call_count == 0)
 
 
@@ -188,6 +199,8 @@ def _waits() -> int:
 
 @question("waits of the host in a ring by cuDNN, forward and backward", "0")
 def _waits_of_cudnn() -> Answer:
+    if not _takes_rings():
+        return _TOO_OLD
     with _variables(FLASH=0, FUSED=1):
         found = _waits()
     return Answer(f"{found} waits", found == 0)
@@ -197,6 +210,8 @@ def _waits_of_cudnn() -> Answer:
 def _waits_of_flash_attn() -> Answer:
     if _version("flash-attn") is None:
         return Answer("flash-attn is not installed", True)
+    if not _takes_rings():
+        return _TOO_OLD
     with _variables(FLASH=1, FUSED=0):
         found = _waits()
     return Answer(f"{found} waits", found == 3)
