@@ -21,7 +21,7 @@ from megatron_hdp.cli.checking import (
 )
 from megatron_hdp.cli.lengths import PRESET, preset_of, read_lengths
 from megatron_hdp.cli.shared.numbers import read_speeds
-from megatron_hdp.megatron.options import parse_arguments, tokenizer_of
+from megatron_hdp.megatron.options import cost_model_of_job, parse_arguments, tokenizer_of
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
 from megatron_hdp.simulator.report import COLUMNS, Subject, cells
@@ -73,7 +73,8 @@ def setting_of(
         options,
         job,
         cost_model,
-        machine=Machine.of_job(job, cost_model, **changes),
+        # reductions and pipelines have whole links, whatever channels rings have
+        machine=Machine.of_job(job, cost_model_of_job(options, job), **changes),
         disturbance=Disturbance(noise=arguments.noise, slow=slow, seed=arguments.seed),
         flags=PLANNER_FLAGS,
     )

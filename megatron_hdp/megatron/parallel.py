@@ -22,9 +22,10 @@ from megatron_hdp.megatron.options import (
     num_model_chunks,
     token_multiple,
 )
+from megatron_hdp.planner.channels import Nccl
 from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.health import store_of_attempt
-from megatron_hdp.runtime.ring import RingComm, new_ring_group
+from megatron_hdp.runtime.ring import RingComm, new_ring_group, running_nccl
 from megatron_hdp.runtime.timeline import Timeline
 
 _NCCL_MARGIN_MINUTES = 2
@@ -291,6 +292,13 @@ def new_ring_comm(arguments: TrainingArguments, timeline: Timeline) -> RingComm:
     """The rings' communicator of this rank's HDP group; every rank of the job must call this."""
     group = parallel_state.get_data_parallel_group()
     return RingComm(_another(group, arguments, arguments.hdp_ring_max_ctas, say), timeline)
+
+
+def nccl_of_rings(arguments: TrainingArguments) -> Nccl | None:
+    """What sends around rings; None where that is not NCCL, or nobody knows how it does."""
+    if _backend(arguments.distributed_backend, compute_device()) != "nccl":
+        return None
+    return running_nccl(arguments.hdp_ring_max_ctas)
 
 
 def new_gradient_group(arguments: TrainingArguments) -> dist.ProcessGroup:

@@ -150,10 +150,17 @@ class CostModel:
     known. ``check`` counts with them, plans do not."""
     doubt: str = ""
     """Why ``profile`` wrote this only by ``--force``, which every reader tells; else empty."""
+    channels: int = 0
+    """NCCL's channels of two neighbours with which bandwidths were measured; 0: nobody knows."""
+    slowed: str = ""
+    """How a job's fewer channels lower bandwidths (`planner.channels`), likewise; else empty."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.doubt, str):
-            raise ValueError(f"cost model: doubt is {self.doubt!r}; expected a text")
+        for name in ("doubt", "slowed"):
+            if not isinstance(value := getattr(self, name), str):
+                raise ValueError(f"cost model: {name} is {value!r}; expected a text")
+        if type(self.channels) is not int or self.channels < 0:
+            raise ValueError(f"cost model: channels is {self.channels!r}; expected an integer >= 0")
         for name in _MAY_BE_ZERO:
             value = _number(name, getattr(self, name), zero_allowed=True)
             object.__setattr__(self, name, value)
@@ -225,8 +232,10 @@ class CostModel:
 
     @property
     def warning(self) -> str:
-        """What a reader tells of a doubtful cost model; else empty."""
-        return self.doubt and f"note: the cost model was written by profile --force: {self.doubt}"
+        """What a reader tells of a doubtful or slowed cost model; else empty."""
+        doubt = self.doubt and f"the cost model was written by profile --force: {self.doubt}"
+        told = "; ".join(filter(None, (doubt, self.slowed)))
+        return told and f"note: {told}"
 
     @property
     def counts_layers(self) -> bool:

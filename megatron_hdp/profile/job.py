@@ -153,17 +153,17 @@ def _cost_model(
     counted: CostModel, found: Fit, room: Room, arguments: TrainingArguments
 ) -> tuple[CostModel, tuple[str, ...]]:
     """The coefficients, and what was not measured among them."""
-    measured = coefficients_of(found)
-    changes: dict[str, float | int] = dict(measured)
+    coefficients = coefficients_of(found)
+    changes: dict[str, float | int] = dict(coefficients)
     notes = []
     for where in ("intra", "inter"):
         name = f"{where}_node_bytes_per_s"
-        if f"{where}_node_hop_s" in measured and name not in measured:
+        if f"{where}_node_hop_s" in coefficients and name not in coefficients:
             changes[name] = _UNBOUNDED_BYTES_PER_S
             notes.append(f"{name} is as good as unbounded: rings took no longer for their bytes")
-    if "intra_node_hop_s" not in measured:
+    if "intra_node_hop_s" not in coefficients:
         notes.append("one rank has no rings: their coefficients are defaults")
-    elif "inter_node_hop_s" not in measured:
+    elif "inter_node_hop_s" not in coefficients:
         notes.append("one node: the coefficients between nodes are those within the node")
         changes["inter_node_hop_s"] = changes["intra_node_hop_s"]
         changes["inter_node_bytes_per_s"] = changes["intra_node_bytes_per_s"]
@@ -177,7 +177,10 @@ def _cost_model(
             f"{ranks} ranks share {cores} cores: one takes up to {ranks / cores:.3g} times as long "
             "while the others work"
         )
-    return replace(counted, **changes), tuple(notes)  # type: ignore[arg-type]
+    nccl = parallel.nccl_of_rings(arguments) if room.ranks > 1 else None
+    channels = nccl.channels(room.ranks, room.ranks_per_node) if nccl is not None else 0
+    measured = replace(counted, channels=channels, slowed="", **changes)  # type: ignore[arg-type]
+    return measured, tuple(notes)
 
 
 def _place(room: Room, tensor_ranks: int, stages: int) -> str:

@@ -38,7 +38,7 @@ def as_text(profile: Profile) -> str:
     ]
     intervals = intervals_of(profile)
     for name, value in asdict(profile.cost_model).items():
-        if name in ("rank_speeds", "attention_points", "doubt"):
+        if name in ("rank_speeds", "attention_points", "doubt", "channels", "slowed"):
             continue
         if name in intervals:
             how = "{:.3g} to {:.3g}".format(*intervals[name])

@@ -21,6 +21,7 @@ from megatron_hdp.megatron.options import parse_arguments, vocab_size_of
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner import LLAMA_7B
+from megatron_hdp.planner.channels import Nccl
 from megatron_hdp.planner.memory import kept_after_forward
 from megatron_hdp.planner.shape import MODELS
 from megatron_hdp.runtime.attention import AttentionByLatent
@@ -82,7 +83,8 @@ def in_training(arguments, job, monkeypatch):
 
 def differences(costs):
     """Figures of the three commands that are not equal."""
-    fields = [asdict(one) | {"doubt": 0} for one in costs.values()]
+    assert len({one.slowed for one in costs.values()}) == 1
+    fields = [asdict(one) | {"doubt": 0, "slowed": 0} for one in costs.values()]
     return [
         name
         for name in fields[0]
@@ -126,6 +128,25 @@ def test_every_command_plans_with_the_same_costs(path, recomputed, monkeypatch):
         assert check.a * tensor_ranks == pytest.approx(named.a)
         assert check.b_experts * tensor_ranks == pytest.approx(named.b_experts)
         assert check.kv_bytes_per_token == named.kv_bytes_per_token
+
+
+def test_every_command_plans_with_the_channels_that_nccl_gives(monkeypatch, capsys):
+    """On two nodes; what runs the rings in training is what is installed for the commands."""
+    old, config = Nccl((2, 27, 7), False, 16), CONFIGS / "bytescale/llama-7b-256k.yaml"
+    whole = costs_of(config, {}, monkeypatch)
+    monkeypatch.setattr(Nccl, "installed", lambda max_ctas: old)
+    monkeypatch.setattr(setup, "nccl_of_rings", lambda arguments: old)
+    monkeypatch.setattr(setup, "say", print)
+    costs = costs_of(config, {}, monkeypatch)
+    assert differences(costs) == []
+    assert costs["check"].inter_node_bytes_per_s < whole["check"].inter_node_bytes_per_s
+    assert capsys.readouterr().out.count("rings are planned at") == 1  # training
+    for command in (
+        "plan --lengths preset:github --ranks 64 --tokens-per-rank 8192",
+        f"check {config} --gpus 1024",
+    ):
+        assert main(command.split()) == 0
+        assert capsys.readouterr().out.count("rings are planned at") == 1, command
 
 
 def test_a_doubtful_cost_model_is_named_by_whoever_reads_it(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -19,9 +20,10 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.options import model_shape, parse_arguments
 from megatron_hdp.megatron.step import setup
-from megatron_hdp.planner import CostModel
-from megatron_hdp.profile import command
-from megatron_hdp.profile.cases import COMPUTE, EXPERTS, RING, Case
+from megatron_hdp.planner import LLAMA_7B, CostModel
+from megatron_hdp.planner.channels import Nccl
+from megatron_hdp.profile import command, job
+from megatron_hdp.profile.cases import COMPUTE, EXPERTS, RING, Case, Room
 from megatron_hdp.profile.fitting import Fit, Shape
 from megatron_hdp.profile.job import run_profile
 from megatron_hdp.profile.measuring import Bench
@@ -304,3 +306,14 @@ def test_two_ranks_tell_what_the_fit_has_not_seen(tmp_path, capsys):
     assert {one["kind"] for one in held_out} == {COMPUTE, RING}
     assert np.median([abs(one["error"]) for one in held_out]) <= 0.25
     assert str(output) in planned(output, capsys)
+
+
+def test_the_channels_of_a_measurement_are_in_its_file(monkeypatch):
+    """On one node of eight; a job of more nodes then has less, see `planner.channels`."""
+    monkeypatch.setattr(job, "coefficients_of", lambda fit: {"intra_node_hop_s": 1e-6})
+    monkeypatch.setattr(job.parallel, "nccl_of_rings", lambda arguments: Nccl((2, 30, 7), True, 16))
+    counted = replace(LLAMA_7B, slowed="of the job that measured")
+    for ranks, channels in ((8, 16), (16, 4), (1, 0)):
+        room = Room(2048, 8192, ranks=ranks, ranks_per_node=8)
+        found, _ = job._cost_model(counted, None, room, None)
+        assert (found.channels, found.slowed) == (channels, "")

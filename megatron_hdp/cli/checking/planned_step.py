@@ -17,6 +17,7 @@ from megatron_hdp.megatron.options import (
     planned_weights,
 )
 from megatron_hdp.planner import CostModel, Plan
+from megatron_hdp.planner.channels import Nccl
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
 from megatron_hdp.planner.lockstep import knows_stages
 from megatron_hdp.planner.memory import Job
@@ -58,7 +59,9 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     Raises:
         ValueError: ``--hdp-cost-model`` or ``--hdp-rank-speeds`` cannot be used.
     """
-    found = cost_model_of_job(arguments, job)
+    uses_nccl = arguments.distributed_backend != "gloo"
+    nccl = Nccl.installed(arguments.hdp_ring_max_ctas) if uses_nccl else None
+    found = cost_model_of_job(arguments, job, nccl=nccl)
     if not job.shape.latent_size or arguments.hdp_mla_ring == "kv":
         return found
     size, tensor_ranks = job.value_bytes, job.tensor_ranks

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from megatron_hdp.cli.shared.numbers import read_speeds
 from megatron_hdp.megatron.options import shape_in
+from megatron_hdp.options import HdpOptions
 from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.channels import Nccl, following
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
 from megatron_hdp.planner.shape import BYTES_PER_VALUE, MODELS, Model, model_of
 from megatron_hdp.simulator.units import short
@@ -91,4 +93,8 @@ def cost_model_of(arguments: argparse.Namespace) -> tuple[CostModel, str]:
         changes["ranks_per_node"] = arguments.ranks_per_node
     if arguments.rank_speeds is not None:
         changes["rank_speeds"] = read_speeds(arguments.rank_speeds, arguments.ranks)
-    return dataclasses.replace(cost_model, **changes), costs_of  # type: ignore[arg-type]
+    cost_model = dataclasses.replace(cost_model, **changes)  # type: ignore[arg-type]
+    if cost_model.channels or not arguments.cost_model:  # else, nobody knows of how many GPUs
+        nccl = Nccl.installed(HdpOptions.hdp_ring_max_ctas)
+        cost_model = following(cost_model, nccl, arguments.ranks)
+    return cost_model, costs_of

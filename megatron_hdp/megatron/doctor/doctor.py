@@ -29,6 +29,7 @@ from megatron_hdp.megatron.doctor.surroundings import (
     gpu_advice,
     network_advice,
     network_problems,
+    ring_channels,
     version_of,
 )
 from megatron_hdp.runtime.cuda import compute_capability, describe
@@ -68,6 +69,8 @@ class Diagnosis:
     cpu_shim_redirects: dict[str, str]
     gpu_gaps: dict[str, str]
     """What a run on a GPU defines because Megatron does not."""
+    ring_channels: str
+    """NCCL's channels of two neighbours of a ring, by the size of the job."""
     attention_kernel: str | None
     attention_refused: dict[str, str]
     """Preferred kernels that cannot be used, and why."""
@@ -289,6 +292,7 @@ def diagnose() -> Diagnosis:
         cpu_shim_applies=shim_applies,
         cpu_shim_redirects=redirects,
         gpu_gaps=gaps,
+        ring_channels=ring_channels() if has_torch else "unknown",
         attention_kernel=kernel,
         attention_refused=refused,
         seams=seams,
@@ -407,6 +411,7 @@ def _text(diagnosis: Diagnosis) -> str:
     lines += [
         f"{'device':18} {diagnosis.device}",
         *(f"{name:18} {words}" for name, words in diagnosis.before_cuda.items()),
+        f"{'ring channels':18} {diagnosis.ring_channels}",
         f"{'attention kernel':18} {diagnosis.attention_kernel or 'none'}",
         *(f"{'':18} not {name}: {why}" for name, why in diagnosis.attention_refused.items()),
         "",

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_hdp.planner.channels import VARIABLES
+
 
 @dataclass(frozen=True)
 class OptionalPackage:
@@ -154,6 +156,21 @@ def network_advice() -> str | None:
         f"this host's name, {host}, resolves to {address}, which other nodes cannot reach: export "
         "GLOO_SOCKET_IFNAME with the interface that the nodes share"
     )
+
+
+def ring_channels() -> str:
+    """NCCL's channels of two neighbours of a ring, by the size of the job, in words."""
+    import torch.distributed as dist
+
+    from megatron_hdp.options import HdpOptions
+    from megatron_hdp.runtime.ring import running_nccl
+
+    if not dist.is_nccl_available():
+        return "none, this torch knows no NCCL"
+    found = running_nccl(HdpOptions.hdp_ring_max_ctas)
+    if found is None:
+        return f"what {' or '.join(VARIABLES)} says"
+    return f"{found.by_size()} (of a pair, with 8 HDP ranks a node; {found})"
 
 
 def gpu_advice(found: int) -> str | None:

@@ -26,6 +26,7 @@ from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
 from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.channels import Nccl, following
 from megatron_hdp.planner.memory import Job, kept_after_forward
 from megatron_hdp.planner.online import speeds_in
 from megatron_hdp.planner.shape import (
@@ -212,13 +213,17 @@ def _recompute_modules(arguments: TrainingArguments) -> tuple[str, ...]:
 
 
 def cost_model_of_job(
-    arguments: TrainingArguments, job: Job, activation_bytes_per_token: float | None = None
+    arguments: TrainingArguments,
+    job: Job,
+    activation_bytes_per_token: float | None = None,
+    nccl: Nccl | None = None,
 ) -> CostModel:
     """The cost model that a run plans with, as if keys and values travelled.
 
     Measured (``--hdp-cost-model``) or counted from the shape, with the speeds of
     ``--hdp-rank-speeds``. `activation_bytes_per_token`, of all layers on all tensor ranks, were
-    counted on the model as it was built; else the formula of `planner.memory` gives them.
+    counted on the model as it was built; else the formula of `planner.memory` gives them. With
+    `nccl`, which sends around rings, bandwidths follow the channels that it gives them.
 
     Raises:
         ValueError: the measured file is about other layers; or a speed is no number, or not one a
@@ -242,6 +247,7 @@ def cost_model_of_job(
             activation_bytes_per_token=kept,
         )
         found = replace(found, num_layers=planned_layers(arguments))
+    found = following(found, nccl, job.hdp_ranks, job.tensor_ranks)
     if arguments.hdp_rank_speeds is None:
         return found
     path, ranks = arguments.hdp_rank_speeds, f"the run's {job.hdp_ranks} HDP ranks"

@@ -23,6 +23,7 @@ from megatron_hdp.megatron.options import (
 from megatron_hdp.megatron.parallel import (
     RankPlace,
     compute_device,
+    nccl_of_rings,
     new_gradient_group,
     new_ring_comm,
     rank_place,
@@ -140,7 +141,7 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     vocab_size = get_attr_wrapped_model(executor.chunks[0], "vocab_size")
     job = job_of(arguments, num_gpus, vocab_size)
     kept = None if arguments.hdp_offload == "off" else _kept_bytes_per_token(arguments, executor)
-    cost_model = cost_model_of_job(arguments, job, kept)
+    cost_model = cost_model_of_job(arguments, job, kept, nccl_of_rings(arguments))
     if cost_model.warning:
         say(cost_model.warning)
     if not isinstance(executor.attention, AttentionByLatent):

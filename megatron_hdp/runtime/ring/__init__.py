@@ -5,7 +5,7 @@ Design: `docs/design/rings.md`.
 
 from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.comm import RingComm, Transfer
-from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group
+from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group, running_nccl
 from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
 from megatron_hdp.runtime.ring.latent import LatentRing
 from megatron_hdp.runtime.ring.layout import TokenLayout
@@ -20,4 +20,5 @@ __all__ = [
     "Transfer",
     "neighbour_rounds",
     "new_ring_group",
+    "running_nccl",
 ]

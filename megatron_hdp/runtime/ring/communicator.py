@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.planner.channels import VARIABLES, Nccl
 from megatron_hdp.runtime.ring import nccl_channels
 
 _CPU = torch.device("cpu")
@@ -57,6 +59,18 @@ def new_ring_group(
         mine._get_backend(device).eager_connect_single_device(device)
     connect_neighbours(mine, device)
     return mine
+
+
+def running_nccl(max_ctas: int) -> Nccl | None:
+    """The NCCL of this process, as the rings' communicator is made.
+
+    None where a variable of the user's decides how many channels it gives.
+    """
+    if any(name in os.environ for name in VARIABLES):
+        return None
+    version = torch.cuda.nccl.version()[:3]
+    asked_for = nccl_channels.widen(_nccl_options(None, max_ctas).config, version)
+    return Nccl(version, asked_for in nccl_channels.ASKED, max_ctas)
 
 
 def _nccl_options(timeout: timedelta | None, max_ctas: int) -> Any:

@@ -21,30 +21,17 @@ import ctypes
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-Version = tuple[int, int, int]
+from megatron_hdp.planner.channels import FIELDS, VARIABLES, Field, Version
 
-MOST_PEERS, CHANNELS = 8, 4
-_VARIABLES = ("NCCL_MAX_P2P_PEERS", "NCCL_NCHANNELS_PER_NET_PEER")
 _MAGIC, _UNSET = 0xCAFEBEEF, -(2**31)
 _HEADER = struct.Struct("=QII")  # bytes of the structure, magic, version that it was compiled for
 _MAX_CTAS_AT = 28
 
 
-@dataclass(frozen=True)
-class _Field:
-    name: str
-    since: Version
-    offset: int
-    value: int
-
-
-_FIELDS = (  # the first that the library knows is used
-    _Field("maxP2pPeers", (2, 30, 0), 88, MOST_PEERS),
-    _Field("nChannelsPerNetPeer", (2, 28, 0), 72, CHANNELS),
-)
+ASKED = frozenset(f"{one.name} {one.value}" for one in FIELDS)
+"""What `widen` says where it has asked."""
 
 
 def widen(config: Any, version: Version, environment: Mapping[str, str] = os.environ) -> str:
@@ -56,10 +43,10 @@ def widen(config: Any, version: Version, environment: Mapping[str, str] = os.env
         version: of the NCCL that runs.
         environment: where the user's variables are.
     """
-    name = next((name for name in _VARIABLES if name in environment), None)
+    name = next((name for name in VARIABLES if name in environment), None)
     if name is not None:
         return f"{name}={environment[name]} decides"
-    field = next((field for field in _FIELDS if version >= field.since), None)
+    field = next((field for field in FIELDS if version >= field.since), None)
     if field is None:
         return "NCCL's own number of channels a pair: 2.28 or newer would give rings more"
     try:
@@ -69,7 +56,7 @@ def widen(config: Any, version: Version, environment: Mapping[str, str] = os.env
     return f"{field.name} {field.value}"
 
 
-def _write(config: Any, field: _Field) -> None:
+def _write(config: Any, field: Field) -> None:
     """Sets a field of ``ncclConfig_t``.
 
     Raises:
@@ -97,56 +84,3 @@ def _memory(address: int, num_bytes: int) -> bytes:
     if len(found) < num_bytes:
         raise OSError(f"{num_bytes} bytes at {address:#x} cannot be read")
     return found
-
-
-def channels_of_a_pair(
-    version: Version,
-    num_ranks: int,
-    ranks_per_node: int,
-    *,
-    max_ctas: int = 0,
-    is_widened: bool = True,
-    net_gb_per_s: int = 50,
-    num_nics: int = 1,
-    nvlink_channels: int = 36,
-) -> int:
-    """Channels that NCCL gives two ranks of a communicator, by its own rules.
-
-    They are those of ``ncclTopoComputeP2pChannels`` and the functions that it calls, in 2.27,
-    2.28, 2.29 and 2.30, for nodes that are alike. Defaults are those of an H100 node.
-
-    Args:
-        version: NCCL's.
-        num_ranks: of the communicator.
-        ranks_per_node: that many of them share a node.
-        max_ctas: its cap; 0: NCCL's own 32.
-        is_widened: whether `widen` was applied.
-        net_gb_per_s: bandwidth of the network to which a GPU is near.
-        num_nics: network cards that a GPU is near.
-        nvlink_channels: of two GPUs of a node.
-    """
-    field = next((field for field in _FIELDS if version >= field.since), None)
-    asked = {field.name: field.value} if field is not None and is_widened else {}
-    per_net_peer = asked.get("nChannelsPerNetPeer")
-    most = _power_of_two_up(min(max_ctas or 32, 32))
-    pair = nvlink_channels
-    several_nodes = num_ranks > ranks_per_node
-    if several_nodes:
-        if per_net_peer is not None:
-            remote = per_net_peer
-        elif version >= (2, 29, 0):
-            remote = max(num_nics, -(-net_gb_per_s // 14))
-        else:
-            remote = max(num_nics, 2 if 2 * num_ranks <= 4 * most else 1)
-        pair = min(pair, remote)
-    pair = _power_of_two_up(pair)
-    if version < (2, 29, 0) or not several_nodes or per_net_peer is not None:
-        return min(pair, most)
-    peers = min(asked.get("maxP2pPeers", num_ranks), num_ranks)
-    while pair * -(-peers // 8) > most and pair > 1:
-        pair //= 2
-    return pair
-
-
-def _power_of_two_up(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -16,6 +16,8 @@ from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.doctor import doctor, surroundings
 from megatron_hdp.megatron.doctor.doctor import SEAMS, Seam, check_seam, diagnose
+from megatron_hdp.planner.channels import Nccl
+from megatron_hdp.runtime import ring
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
 
@@ -35,6 +37,7 @@ def test_training_can_run_here(capsys):
     for expected in (f"torch              {version}", "cpu (", "torch-sdpa-cpu", "ok"):
         assert expected in text
     assert "not transformer-engine: found device 'cpu'; it needs an NVIDIA GPU" in text
+    assert "ring channels      none, this torch knows no NCCL" in text
     for seam in SEAMS:
         assert seam.target in text and seam.why in text
     for what, how in shim.REDIRECTS.items():
@@ -103,6 +106,17 @@ def test_without_megatron_one_line_says_so(capsys):
     text = capsys.readouterr().out
     assert "  - megatron.core does not import" in text
     assert text.count("  - ") == 1
+
+
+def test_channels_of_rings_are_told_by_the_size_of_the_job(capsys, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for nccl, words in (
+        (Nccl((2, 27, 7), False, 16), "16 on 8 ranks, 2 from 16 on, 1 from 64 on (of a pair, with"),
+        (None, "what NCCL_MAX_P2P_PEERS or NCCL_NCHANNELS_PER_NET_PEER says"),
+    ):
+        monkeypatch.setattr(ring, "running_nccl", lambda max_ctas, nccl=nccl: nccl)
+        main(["doctor"])
+        assert f"ring channels      {words}" in capsys.readouterr().out
 
 
 def test_without_torch_it_still_answers(capsys):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.planner import CostModel, plan
+from megatron_hdp.planner.channels import Nccl
 from megatron_hdp.runtime.ring import communicator
 from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group
 
@@ -120,3 +121,16 @@ def test_what_nccl_is_asked_for(monkeypatch, backend, max_ctas):
             continue
         assert options.is_high_priority_stream and options._timeout == timeout
         assert options.config.max_ctas == (max_ctas or -(2**31))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [("maxP2pPeers 8", True), ("NCCL's own number of channels", False)]
+)
+def test_the_nccl_of_this_process(monkeypatch, said, expected):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7, ""))
+    monkeypatch.setattr(communicator.nccl_channels, "widen", lambda config, version: said)
+    of_torch = {"ProcessGroupNCCL": SimpleNamespace(Options=Options)}
+    with mock.patch.multiple(dist, create=True, **of_torch):
+        assert communicator.running_nccl(16) == Nccl((2, 30, 7), expected, 16)
+        monkeypatch.setenv("NCCL_NCHANNELS_PER_NET_PEER", "8")
+        assert communicator.running_nccl(16) is None
