@@ -59,9 +59,15 @@ OPTIONAL_PACKAGES = (
     OptionalPackage(
         "NVIDIA apex",
         "fused_weight_gradient_mlp_cuda",
-        "Megatron uses torch's norms",
+        "Megatron uses torch's norms; local layers round weights' gradients in each micro-batch",
         "build it from https://github.com/NVIDIA/apex with its CUDA extensions; never "
         "`pip install apex`, another project",
+    ),
+    OptionalPackage(
+        "DeepEP",
+        "deep_ep",
+        "no --moe-token-dispatcher-type flex",
+        "build it from https://github.com/deepseek-ai/DeepEP",
     ),
     OptionalPackage(
         "triton", "triton", "the fused loss on a GPU works in plain PyTorch", "pip install triton"

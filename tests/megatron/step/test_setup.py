@@ -1,6 +1,7 @@
 """Before the first step: what attention is asked for, the same on all ranks; long steps."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -71,6 +72,24 @@ def take(names):
     except ValueError as error:
         return str(error)
     return None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe delayed does not go with"),
+        ({"fp8": "e4m3", "fp8_recipe": "tensorwise", "fp8_param": True}, "--fp8-param-gather does"),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+            "hybridep needs equally many tokens",
+        ),
+    ],
+)
+def test_a_model_that_others_built_is_refused_by_its_configuration(monkeypatch, config, message):
+    """Its flags were never seen."""
+    monkeypatch.setattr(setup, "get_model_config", lambda chunk: SimpleNamespace(**config))
+    with pytest.raises(ValueError, match=message):
+        setup.build_executor(ARGUMENTS, [None], mock.Mock())
 
 
 @pytest.mark.parametrize("name", ["torch-flash", "transformer-engine 2.20.2"])
