@@ -69,6 +69,13 @@ def _add_ranks(group: "argparse._ArgumentGroup") -> None:
         "model chunks on each stage; above 1 the schedule is interleaved",
         default=1,
     )
+    number(
+        add,
+        *("--sequence-parts", "N", 1, 1024),
+        "the most parts of equal time in which a micro-batch may pass the stages; each runs in as "
+        "many as make the step shortest",
+        default=1,
+    )
     add(
         "--stage-weights",
         type=_weights,
@@ -192,6 +199,7 @@ def _run(arguments: argparse.Namespace) -> int:
         virtual_stages=arguments.virtual_stages,
         stage_weights=arguments.stage_weights,
         expert_parallel_size=arguments.expert_parallel_size,
+        sequence_parts=arguments.sequence_parts,
         offload=arguments.offload,
         effort=arguments.effort,
     )

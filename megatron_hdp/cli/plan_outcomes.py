@@ -32,6 +32,7 @@ _FLAGS = {
     "max_length": "--max-length",
     "virtual_stages": "--virtual-stages",
     "stage_weights": "--stage-weights",
+    "sequence_parts": "--sequence-parts",
     "expert parallel size": "--expert-parallel-size",
     'offload="auto"': "--offload auto",
 }

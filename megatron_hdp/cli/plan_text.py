@@ -50,6 +50,7 @@ def summary(outcome: Outcome, costs_of: str, exchanged_bytes: float = 0.0) -> st
         ("makespan", seconds(evaluation.makespan_s)),
         ("idle", f"{evaluation.idle_share:.1%} of the ranks' time"),
         ("micro-batches", f"{made.num_micro_batches:,}  (a rank runs {_micro_batch_span(made)})"),
+        *([("parts", _parts(made))] if made.num_parts is not None else []),
         *([("slots", _slots(made))] if "num_positions" in made.summary else []),
         ("ring degrees", _degree_counts(made)),
         ("ring traffic", num_bytes(evaluation.ring_bytes)),
@@ -112,6 +113,11 @@ def _bound_rows(evaluation: Figures, proven_s: float) -> list[tuple[str, str]]:
 def _slots(made: Plan) -> str:
     padding = f"padding in {made.summary['padding_share']:.1%} of them"
     return f"{int(made.summary['num_positions']):,} at most, {padding}"
+
+
+def _parts(made: Plan) -> str:
+    parts = made.parts_of_each
+    return f"{int((parts > 1).sum()):,} micro-batches pass the stages in up to {parts.max()} parts"
 
 
 def _offloading(made: Plan) -> str:

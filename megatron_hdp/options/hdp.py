@@ -52,6 +52,15 @@ class HdpOptions:
         "forward and backward if that saves ranks and the forward is long enough to hide the "
         "copies.",
     )
+    hdp_sequence_parts: int = option(
+        1,
+        minimum=1,
+        maximum=1024,
+        help="With pipeline stages, run each micro-batch in up to this many parts of equal time: a "
+        "stage hands a part on while it computes the next one, so that the next stage begins "
+        "earlier. Each runs in as many, a power of two, as make the step shortest. 1: all run "
+        "whole.",
+    )
     hdp_long_sequence: str = option(
         "error",
         choices=("error", "truncate", "split"),

@@ -156,6 +156,14 @@ def evaluate(
     return evaluation
 
 
+def durations_s(plan: Plan, cost_model: CostModel, pipeline_stages: int = 1) -> Float64Array:
+    """How long each micro-batch takes, all stages, forward and backward: its slowest member."""
+    found = np.empty(plan.num_micro_batches)
+    for times in _times_of_runs(plan, cost_model, pipeline_stages):
+        found[times.run] = times.duration_s
+    return found
+
+
 def replay(
     plan: Plan, duration_s: Float64Array, pipeline: Pipeline = _ONE_STAGE
 ) -> PipelineSchedule:
@@ -227,15 +235,21 @@ class _Totals:
     def figures(self) -> dict[str, Any]:
         """The fields of ``Figures`` but for the makespan."""
         plan, cost_model, pipeline = self._plan, self._cost_model, self._pipeline
-        bound_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline.stages)
+        total_s = total_compute_s(plan.lengths, cost_model)
+        if plan.num_parts is None:
+            bound_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline.stages)
+            least_s = (
+                pipeline_bound_of(plan, cost_model, pipeline) if pipeline.stages > 1 else bound_s
+            )
+        else:  # the others take a sequence for one piece
+            bound_s = total_s / self._total_speed
+            least_s = bound_s / pipeline.stages
         self._busy_s.setflags(write=False)
         return {
             "busy_s": self._busy_s,
-            "total_compute_s": total_compute_s(plan.lengths, cost_model),
+            "total_compute_s": total_s,
             "total_speed": self._total_speed,
-            "lower_bound_s": bound_s
-            if pipeline.stages == 1
-            else pipeline_bound_of(plan, cost_model, pipeline),
+            "lower_bound_s": least_s,
             "pipeline_bound_s": pipeline_target_s(
                 bound_s, plan.tokens_per_rank, cost_model, pipeline
             ),
@@ -360,15 +374,23 @@ def work_of(
     speed = speeds[plan.ranks[members]]
     linear = cost_model.linear_s_per_token * tokens / degrees
     linear += merge_s(degrees, tokens / degrees, cost_model)
+    fixed, hops_s = fixed_s(degrees, cost_model, stages), cost_model.num_layers * stages * hop
+    if plan.num_parts is not None:
+        # a part's queries meet the keys of its own in as many steps as those of earlier parts,
+        # which make up (c - 1) / 2 of a micro-batch for each of c parts
+        parts = plan.num_parts[run].astype(np.float64)
+        fixed = parts * fixed + (parts - 1) * degrees * block_s(cost_model, stages)
+        linear += cost_model.merge_b * degrees * tokens / degrees * (1 - 1 / parts)
+        sent, hops_s = sent * (parts + 1) / 2, hops_s * (2 * parts - 1)
     return MemberWork(
         members=members,
         num_members=num_members,
         attention_s=each(attention / degrees) / speed,
         linear_s=each(linear) / speed,
         local_s=_local_times(plan, run, cost_model, stages) / speed,
-        fixed_s=each(fixed_s(degrees, cost_model, stages)) / speed,
+        fixed_s=each(fixed) / speed,
         transfer_s=sent / bandwidth,
-        hop_s=cost_model.num_layers * stages * hop,
+        hop_s=hops_s,
         ring_bytes=(sent + np.where(degrees > 1, cost_model.halo_bytes, 0.0)) * degrees,
     )
 

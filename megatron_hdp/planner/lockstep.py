@@ -26,7 +26,9 @@ def planned_for(strategy: str, problem: Problem) -> Problem:
     A strategy that knows nothing of pipelines plans for one stage: with more the planner would
     refuse most of its plans, which `slots` aligns; what such a plan promises counts no ramp.
     """
-    return problem if knows_stages(strategy) else replace(problem, pipeline=Pipeline())
+    if knows_stages(strategy):
+        return problem
+    return replace(problem, pipeline=Pipeline(), sequence_parts=1)
 
 
 def knows_stages(strategy: str) -> bool:

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 from megatron_hdp.nearest import nearest
 from megatron_hdp.planner.bounds import lockstep_bound_s, pipeline_bound_of
 from megatron_hdp.planner.extension import _core
+from megatron_hdp.planner.parts import in_parts
 from megatron_hdp.planner.problem import Arguments, Problem
 from megatron_hdp.planner.serialisation import LOCKSTEP_KEYS
 from megatron_hdp.planner.types import Plan
@@ -47,6 +48,9 @@ def plan(lengths: ArrayLike, *, strategy: str = AUTO, **arguments: Unpack[Argume
             - ``expert_parallel_size``: HDP ranks that share experts and wait for each other at
               every position; ranks k x this to (k + 1) x this - 1 are such a domain; a divisor of
               the ranks; the figures are those of `planner.experts.figures_in_lockstep` then
+            - ``sequence_parts``: parts in which a micro-batch may run on several stages; each
+              runs in as many, a power of two, as make the step shortest; the summary's figures
+              are those of whole micro-batches
             - ``offload``: "auto" lets activations go to host memory where that saves ranks and no
               time
             - ``effort``: scales the iterations of local search; the planning time grows with it
@@ -68,7 +72,6 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
     _require_known(strategy)
     strategy = resolved(strategy, stages=stages, shares_experts=shares_experts)
     answer = _core.plan(problem.core, strategy)
-    planning_ms = (time.perf_counter() - started) * 1e3
     made = Plan(
         num_ranks=problem.ranks,
         tokens_per_rank=problem.tokens_per_rank,
@@ -85,6 +88,8 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
         offload_ratios=answer["offload_ratios"],
         positions=answer["positions"],
     )
+    made = in_parts(made, problem.cost_model, problem.pipeline, problem.sequence_parts)
+    planning_ms = (time.perf_counter() - started) * 1e3
     makespan_s, lower_bound_s = answer["makespan_s"], answer["lower_bound_s"]
     cost_model, size = problem.cost_model, problem.expert_parallel_size
     if stages > 1:

@@ -59,6 +59,8 @@ def pipeline_schedule(plan: Plan, duration_s: Float64Array, pipeline: Pipeline) 
     Raises:
         ValueError: the ranks wait for each other for ever; names the micro-batches.
     """
+    if plan.num_parts is not None:
+        return _schedule_in_parts(plan, duration_s, pipeline)
     num_micro_batches = plan.num_micro_batches
     lists = lists_of(plan) if pipeline.chunks == 1 else _lists_of_slots(plan, pipeline)
     num = max(num_micro_batches, int(lists.micro_batches.max(initial=-1)) + 1)
@@ -73,6 +75,66 @@ def pipeline_schedule(plan: Plan, duration_s: Float64Array, pipeline: Pipeline) 
     shaped = starts.reshape(pipeline.rows, 2, num)[:, :, :num_micro_batches]
     makespan_s = float((starts + seconds).max()) if num_micro_batches else 0.0
     return PipelineSchedule(shaped[:, 0].copy(), shaped[:, 1].copy(), makespan_s)
+
+
+def _schedule_in_parts(
+    plan: Plan, duration_s: Float64Array, pipeline: Pipeline
+) -> PipelineSchedule:
+    """The same of micro-batches in parts of equal time, that pass from stage to stage by parts."""
+    if pipeline.chunks > 1:
+        raise ValueError(
+            f"virtual_stages is {pipeline.chunks}; expected 1 where micro-batches run in parts"
+        )
+    parts = plan.parts_of_each
+    num, begins = int(parts.sum()), np.cumsum(parts) - parts
+    passes = np.multiply.outer(np.array([1.0, 2.0]) / 3, np.repeat(duration_s / parts, parts))
+    seconds = np.multiply.outer(pipeline.row_weights, passes.ravel()).ravel()
+    waits = waits_of_parts(lists_of(plan), parts, pipeline)
+    starts, finished = longest_paths(waits, seconds)
+    if not finished.all():
+        raise ValueError(f"deadlock with {pipeline.stages} pipeline stages")
+    shaped = starts.reshape(pipeline.rows, 2, num)
+    makespan_s = float((starts + seconds).max()) if num else 0.0
+    # backward begins with the last part
+    return PipelineSchedule(
+        shaped[:, 0, begins].copy(), shaped[:, 1, begins + parts - 1].copy(), makespan_s
+    )
+
+
+def waits_of_parts(lists: RankLists, parts: Int64Array, pipeline: Pipeline) -> Waits:
+    """What waits for what when micro-batches run in so many parts each, as of `waits_of`.
+
+    Numbers are those of parts instead of micro-batches. A stage runs the parts of a forward in
+    order and those of a backward in reverse; each waits for the same part on the stage that feeds
+    it.
+    """
+    begins, num, num_whole = np.cumsum(parts) - parts, int(parts.sum()), len(parts)
+    ranks = np.repeat(np.arange(len(lists.counts)), 2 * lists.counts)
+    all_of_them, last = np.arange(num), begins + parts - 1
+    first, then, is_message = [], [], []
+    for stage in range(pipeline.stages):
+        order = order_on_stage(lists, num_whole, pipeline, stage)
+        whole, goes_back = order % num_whole, order >= num_whole
+        counts = parts[whole]
+        place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        goes_back, whole = np.repeat(goes_back, counts), np.repeat(whole, counts)
+        numbers = np.where(goes_back, num + last[whole] - place, begins[whole] + place)
+        of_rank = np.repeat(ranks, counts)
+        same_rank = of_rank[1:] == of_rank[:-1]
+        numbers += 2 * stage * num
+        first.append(numbers[:-1][same_rank])
+        then.append(numbers[1:][same_rank])
+        is_message.append(np.zeros(len(first[-1]), dtype=np.bool_))
+        forward, backward = 2 * stage * num, (2 * stage + 1) * num
+        if stage + 1 < pipeline.stages:
+            first += [forward + all_of_them, backward + 2 * num + all_of_them]
+            then += [forward + 2 * num + all_of_them, backward + all_of_them]
+            is_message.append(np.ones(2 * num, dtype=np.bool_))
+        else:
+            first.append(forward + last)
+            then.append(backward + last)
+            is_message.append(np.zeros(num_whole, dtype=np.bool_))
+    return Waits(np.concatenate(first), np.concatenate(then), np.concatenate(is_message))
 
 
 def lists_of(plan: Plan) -> RankLists:

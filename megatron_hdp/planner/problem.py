@@ -25,7 +25,10 @@ _OF_COSTS = (
     *("activation_bytes_per_token", "host_bytes_per_s", "window_tokens", "window_share", "halo_s"),
 )
 """What C++ knows of a cost model by the same names; it refuses others."""
-_INTEGERS = ("ranks", "tokens_per_rank", "slice_multiple", "effort", "expert_parallel_size")
+_INTEGERS = (
+    *("ranks", "tokens_per_rank", "slice_multiple", "effort"),
+    *("expert_parallel_size", "sequence_parts"),
+)
 
 
 class Arguments(TypedDict, total=False):
@@ -42,6 +45,7 @@ class Arguments(TypedDict, total=False):
     virtual_stages: int
     stage_weights: Sequence[float] | None
     expert_parallel_size: int
+    sequence_parts: int
     offload: str
     effort: int
 
@@ -64,6 +68,7 @@ class Problem:
     pipeline: Pipeline = field(default_factory=Pipeline)
     """That each HDP rank is."""
     expert_parallel_size: int = 1
+    sequence_parts: int = 1
     offload: str = "off"
     effort: int = 1
 
@@ -91,6 +96,7 @@ class Problem:
             raise ValueError(f"offload is {self.offload!r}; expected one of {', '.join(OFFLOAD)}")
         for name in _INTEGERS:
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        _check_parts(self.sequence_parts, self.pipeline)
         if self.max_length is not None:
             object.__setattr__(self, "max_length", _integer("max_length", self.max_length))
 
@@ -121,6 +127,16 @@ class Problem:
                 "intra_node_hop_all_layers_s": layers * cost.intra_node_hop_s,
                 "inter_node_hop_all_layers_s": layers * cost.inter_node_hop_s,
             },
+        )
+
+
+def _check_parts(sequence_parts: int, pipeline: Pipeline) -> None:
+    if sequence_parts < 1:
+        raise ValueError(f"sequence_parts is {sequence_parts}; expected at least 1")
+    if sequence_parts > 1 and (pipeline.stages == 1 or pipeline.chunks > 1):
+        raise ValueError(
+            f"sequence_parts is {sequence_parts} with {pipeline.stages} pipeline stages of "
+            f"{pipeline.chunks} model chunks; expected 1, or several stages of one chunk"
         )
 
 

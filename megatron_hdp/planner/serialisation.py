@@ -39,7 +39,8 @@ MICRO_BATCH_KEYS = {
 """What the keys of a micro-batch mean."""
 
 SUMMARY_KEYS = {
-    "makespan_s": "Seconds until the last rank is done, by the cost model.",
+    "makespan_s": "Seconds until the last rank is done, by the cost model, if micro-batches run "
+    "whole; so are the figures below.",
     "lower_bound_s": "No plan takes less: total compute over all ranks' speed, or the longest "
     "sequence's own time.",
     "efficiency": "Total compute / ranks / makespan.",

@@ -174,7 +174,7 @@ def errors_with_a_fault(*call):
         segments = layout.half_segments
         return layout.tails, layout.heads, Block(segments, segments, causal=False)
 
-    with mock.patch("megatron_hdp.runtime.ring.attention._block", tails_see_heads_only):
+    with mock.patch("megatron_hdp.runtime.ring.attention.block_at", tails_see_heads_only):
         return errors_of_cases(*call)
 
 

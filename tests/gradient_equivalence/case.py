@@ -65,6 +65,11 @@ class Case:
     tolerance: float = 1e-10
 
     @property
+    def most_parts(self) -> int:
+        """In which its own plans run their micro-batches."""
+        return int(self.settings.get("hdp_sequence_parts", 1))
+
+    @property
     def hdp_ranks(self) -> int:
         """Ranks of the HDP dimension."""
         return (
@@ -98,6 +103,11 @@ def plans_of(arguments: TrainingArguments, case: Case, **more: bool) -> list[Pla
             seed=seed,
             **more,
         )
+        if case.most_parts > 1:
+            num_parts = np.random.default_rng(seed).integers(
+                1, case.most_parts, plan.num_micro_batches, endpoint=True
+            )
+            plan = replace(plan, num_parts=num_parts, linear_tokens=float(seed))
         (found if _is_uneven(plan) else rest).append(plan)
     return (found + rest)[: case.plans]
 

@@ -62,8 +62,8 @@ def virtual(chunks: int, stages: int = 2) -> Settings:
 
 
 def _dense() -> dict[str, Case]:
-    everyone = ("static", "naive", "bytescale", "dynamic-cp", "dp-balance", "pp-balance")
     two, three = ("static", "dp-balance"), ("static", "naive", "pp-balance")
+    everyone = (*two, "naive", "bytescale", "dynamic-cp", "pp-balance")
     rows = {
         f"{layout}/{model}": Case(ranks, joined(kind, settings, more), everyone)
         for layout, (ranks, settings) in {
@@ -92,16 +92,21 @@ def _dense() -> dict[str, Case]:
             6, PP2 | RECOMPUTE | {"overlap_grad_reduce": True}, two, 0
         ),
         "pp2-v2": Case(4, joined(MHA, virtual(2), SHARDED, RECOMPUTE), three),
-        "pp2-v3": Case(4, virtual(3), three),
+        **{"pp2-v3": Case(4, virtual(3), three), "pp4-v2": Case(4, virtual(2, 4) | ALONE, three)},
         "pp2-v2-tp2-sp": Case(4, virtual(2) | TP2_SP | ALONE, three),
-        "pp4-v2": Case(4, virtual(2, 4) | ALONE, three),
         "pp4-v2-rings": Case(8, virtual(2, 4), three),
         "pp4-v3-rings": Case(8, virtual(3, 4), three),
         "pp2-v2-tp2-sp-rings": Case(8, virtual(2) | TP2_SP, three),
-        "corrupt-alone": Case(1, {"hdp_tokens_per_rank": 200}, ("naive",), corrupt=(4, 7)),
-        "corrupt": Case(3, {"hdp_tokens_per_rank": 200}, ("naive",), corrupt=(4, 7)),
+        "corrupt-alone": Case(1, ALONE, ("naive",), corrupt=(4, 7)),
+        "corrupt": Case(3, ALONE, ("naive",), corrupt=(4, 7)),
     }
-    # rings across both pipelines at any slot, counts that differ
+    for name, ranks, settings in (
+        *(("pp2", 4, PP2), ("pp2-tp2-sp", 8, joined(MHA, PP2, TP2_SP))),
+        ("pp2-overlap-recompute", 4, joined(PP2, SHARDED, RECOMPUTE)),
+        ("pp4-mqa", 8, joined(MQA, PP4, layers(4))),
+    ):
+        parts = settings | {"hdp_sequence_parts": 5}
+        rows[f"parts/{name}"] = Case(ranks, parts, (), 4, LENGTHS * 2)
     return rows | {
         f"many-plans-v{chunks}": Case(4, virtual(chunks), (), 10, LENGTHS * 2) for chunks in (2, 3)
     }
@@ -429,7 +434,7 @@ CASES: dict[str, Case] = {
 
 SMOKE = "yarn-some-layers"
 QUICK = {  # each model, layout and feature once; the other rows are slow
-    *("mqa-tp2-sp", "mha-tp2-sp-pp2", "pp2-v2"),
+    *("mqa-tp2-sp", "mha-tp2-sp-pp2", "pp2-v2", "parts/pp2"),
     *("distributed-optimizer-pipeline", "full-recompute", "corrupt"),
     *(SMOKE, "some-layers-v2", "both-tensor", "layer-scaling", "taken-over-window"),
     *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-latent-tp2-sp"),

@@ -30,6 +30,7 @@ from tests.gradient_equivalence.cases import (
     MTP,
     PADDED_TP2,
     PADDED_TP2_SP,
+    PP2,
     SHORT,
     TIED,
     TP2_SP,
@@ -185,6 +186,7 @@ IS_TRAINED = TableSource.is_trained
 EXECUTOR, MODEL = "megatron_hdp.megatron.execution.executor", "megatron_hdp.megatron.model"
 RING, READ = "megatron_hdp.runtime.ring", "megatron_hdp.data.steps.loaders.read_micro_batch"
 
+_PARTS = Case(2, PP2 | ALONE | {"hdp_sequence_parts": 4}, (), 1)
 _RINGS = Case(4, {}, ("naive",), 0)
 _MIXTURE = Case(2, {}, plans=0, arguments_of=mixed)
 _POSITIONS = Case(2, YARN, plans=0)
@@ -205,10 +207,12 @@ FAULTS: dict[str, Fault] = {
     "lost-source-trained": Fault(replace(_MIXTURE, around=never_had_chat)),
     "slice-dropped": _planted(_RINGS, READ, read_without_a_slice),
     "wrong-position": _planted(_RINGS, READ, read_at_wrong_positions),
-    "wrong-block": _planted(_RINGS, f"{RING}.attention._block", block_without_heads),
+    "wrong-block": _planted(_RINGS, f"{RING}.attention.block_at", block_without_heads),
     "wrong-scale": _planted(
         _RINGS, f"{EXECUTOR}.HdpExecutor._finalize", finalize_with_one_token_too_many
     ),
+    "parts-without-later-queries": _planted(_PARTS, f"{RING}.parts.EarlierKeys.take", nothing),
+    "parts-see-themselves-alone": _planted(_PARTS, f"{RING}.attention.attend_to_earlier", nothing),
     "mask-not-heeded": _planted(
         _MIXTURE,
         "megatron_hdp.data.mixture.table_source.TableSource.is_trained",

@@ -102,6 +102,7 @@ LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2-parts": {"pipeline_model_parallel_size": 2, "hdp_sequence_parts": 4},
     "tp2-sp-pp2": {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
@@ -130,7 +131,10 @@ def runs_in(layout, num_ranks, prefix, strategies=("auto",), **overrides):
 @pytest.mark.parametrize(
     "layout",
     [
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp2", "tp2-sp", "pp2")),
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("tp2", "tp2-sp", "pp2", "pp2-parts")
+        ),
         "tp2-sp-pp2",
     ],
 )
@@ -140,7 +144,7 @@ def test_layouts_share_the_curve(run_ranks, prefix, float64_curve, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"pp2-parts"}))
 def test_strategies_in_layouts_share_the_curve(run_ranks, prefix, float64_curve, layout):
     runs = runs_in(layout, 8, prefix, (*STRATEGIES, "bytescale", "pp-balance"))
     curves = run_ranks(8, losses, runs, timeout_s=1200)[0]

@@ -14,13 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_hdp.data_plane.cluster.job_folder import (
-    folder_of_job,
-    folders_of_jobs,
-    processes_in,
-    remove_dead,
-)
-from megatron_hdp.data_plane.node_files import read_status, why_lost
+from megatron_hdp.data_plane.node_files import read_status
 from tests.support.plane import processes_of
 from tests.support.processes import free_port, running, started, until
 from tests.support.sources import WEIGHTS, data_file, write_sources
@@ -77,24 +71,6 @@ def test_the_job_stops_and_resumes(folder, what):
     assert [one["loss"] for one in again[: len(before)]] == [
         one["loss"] for one in before[: len(again)]
     ]
-
-
-def test_what_outlives_a_keeper_ends_at_the_next_start(folder):
-    """Agents of Ray, which hold on to the folder of the dead job; its log stays till a clean-up."""
-    settings = remote_run(folder) | {"hdp_tokens_per_rank": 120}
-    argv = long_flags(folder, train_iters=1000, **settings)
-    with started(1, folder, train, "0:10001:none", argv) as (rank,):
-        rank.wait_for(" iteration        5/", RUN_S)
-        (place,) = map(Path, re.findall(r"its log is (\S+)/log", rank.text()))
-        below = psutil.Process(rank.process.pid).children(recursive=True)
-        one_of(below, "megatron_hdp.data_plane.keeper").kill()
-        assert rank.wait(END_S) == 3, rank.text()
-    agents = processes_in(place)
-    assert agents and place not in folders_of_jobs(place.parent, alive=True)
-    with folder_of_job(place.parent):
-        assert psutil.wait_procs(agents, timeout=END_S)[1] == []
-    assert place.exists() and "ended" in why_lost(place)
-    assert remove_dead(place, even_lost=True) and not place.exists()
 
 
 @pytest.fixture

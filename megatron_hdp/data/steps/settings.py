@@ -33,6 +33,8 @@ class PlanSettings:
     """Parts of the model on each pipeline stage (virtual stages)."""
     stage_weights: tuple[float, ...] = ()
     """Relative time of every virtual stage in the model's order; empty: all alike."""
+    sequence_parts: int = 1
+    """In which a micro-batch may run."""
     window: int | None = None
     """Tokens that a query sees in layers with a window, for a step's sums; no plan asks for it."""
 
@@ -56,6 +58,7 @@ class PlanSettings:
             cost_model=self.cost_model,
             pipeline=self.pipeline,
             expert_parallel_size=self.lockstep_ranks,
+            sequence_parts=self.sequence_parts,
             offload=self.offload,
         )
 

@@ -82,7 +82,7 @@ def folders_of_jobs(parent: Path | None = None, *, alive: bool) -> list[Path]:
 
 
 def remove_dead(folder: Path, *, even_lost: bool = False) -> bool:
-    """End Ray's processes that have the folder of a dead job, and remove it unless it stays.
+    """Remove a folder if its job is dead, and end Ray's processes that still have it.
 
     Args:
         folder: of this user; nothing happens to another one.
@@ -93,10 +93,10 @@ def remove_dead(folder: Path, *, even_lost: bool = False) -> bool:
     """
 
     def remove(folder: Path) -> None:
-        for one in processes_in(folder):
-            with suppress(psutil.Error):
-                one.kill()
         if even_lost or not (folder / LOST).exists():
+            for one in processes_in(folder):
+                with suppress(psutil.Error):
+                    one.kill()
             shutil.rmtree(folder)
 
     _lives(folder, fcntl.LOCK_EX, if_dead=remove)

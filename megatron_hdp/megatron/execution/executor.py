@@ -31,6 +31,7 @@ from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, arrays_of
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
+from megatron_hdp.megatron.execution.parts import PartedPass, layouts_of
 from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
@@ -39,6 +40,7 @@ from megatron_hdp.runtime.host_to_device import with_arrays_ahead
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm, PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
+from megatron_hdp.runtime.streamed_comm import StreamedComm
 from megatron_hdp.runtime.timeline import (
     BACKWARD,
     FORWARD,
@@ -90,8 +92,8 @@ class RankOutcome:
 class HdpExecutor:
     """Executes the micro-batches of one HDP rank.
 
-    `chunks` are its parts of the model, in order; one under the plain schedule. With several,
-    `gradient_group` is one more communicator of the pipeline.
+    `chunks` are its parts of the model, in order; one under the plain schedule. With several, or
+    where micro-batches may run in parts, `gradient_group` is one more communicator of the pipeline.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class HdpExecutor:
         attention: AttentionBackend,
         fused_loss: bool,
         gradient_group: dist.ProcessGroup | None = None,
+        runs_parts: bool = False,
     ) -> None:
         self.chunks = list(chunks)
         self.place = place
@@ -126,16 +129,22 @@ class HdpExecutor:
         if not config.calculate_per_token_loss:
             raise ValueError("the model's config must have calculate_per_token_loss = True")
         self._grad_sync = GradSync(self.chunks, config)
-        self._pipeline: PipelineComm | InterleavedComm | None = None
+        self._pipeline: PipelineComm | InterleavedComm | StreamedComm | None = None
         if place.num_stages > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             like = torch.empty(0, dtype=config.pipeline_dtype, device=device)
             how = config, like, self.timeline
-            if len(chunks) == 1:
+            if runs_parts:
+                assert gradient_group is not None, "parts need a second communicator"
+                self._pipeline = StreamedComm(group, gradient_group, *how)
+            elif len(chunks) == 1:
                 self._pipeline = PipelineComm(group, *how)
             else:
                 assert gradient_group is not None, "several chunks need a second communicator"
                 self._pipeline = InterleavedComm(group, gradient_group, len(chunks), *how)
+
+        streamed = self._pipeline if isinstance(self._pipeline, StreamedComm) else None
+        self._in_parts = PartedPass(self._model_pass, config, self._grad_sync, streamed)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self.chunks:
@@ -250,7 +259,7 @@ class HdpExecutor:
         chunk = counts.index(max(counts))
         if chunk or not self.place.is_first_stage:
             received = torch.zeros(
-                self._activation_shape(example),
+                self._activation_shape(num_tokens),
                 dtype=self._config.pipeline_dtype,
                 device=compute_device(),
                 requires_grad=True,
@@ -259,8 +268,8 @@ class HdpExecutor:
         saved = saved_bytes(
             self.layers,
             self._parameters(),
-            lambda: self._forward_step(
-                step, self._with_tensors(step, [example]), self.chunks[chunk]
+            lambda: self._whole(
+                step, *next(self._with_tensors(step, [example])), self.chunks[chunk]
             ),
         )
         of_layers = saved.layers[:-1] or saved.layers  # the loss would count as the last one's
@@ -283,14 +292,21 @@ class HdpExecutor:
         if self._pipeline is None:
             forward_backward_no_pipelining(**common)
             return
-        shapes = [self._activation_shape(one) for one in micro_batches]
+        shapes = [
+            [self._activation_shape(layout.num_tokens) for layout in self._layouts(one)]
+            for one in micro_batches
+        ]
         groups = ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
         common |= {"p2p_communicator": self._pipeline, "pg_collection": groups}
         if isinstance(self._pipeline, InterleavedComm):
-            self._pipeline.begin(shapes, self._table(len(micro_batches)))
+            whole = [shape for (shape,) in shapes]
+            self._pipeline.begin(whole, self._table(len(micro_batches)))
             forward_backward_pipelining_with_interleaving(**common)
         else:
-            self._pipeline.begin(shapes)
+            if isinstance(self._pipeline, StreamedComm):
+                self._pipeline.begin(shapes, forward_only)
+            else:
+                self._pipeline.begin([shape for (shape,) in shapes])
             forward_backward_pipelining_without_interleaving(**common)
         if forward_only:
             self._pipeline.finish()
@@ -318,26 +334,27 @@ class HdpExecutor:
 
         return with_arrays_ahead(micro_batches, all_arrays_of, compute_device(), self._copy_stream)
 
-    def _activation_shape(self, micro_batch: RankMicroBatch) -> tuple[int, int, int]:
+    def _layouts(self, micro_batch: RankMicroBatch) -> Sequence[TokenLayout]:
+        return layouts_of(micro_batch, self.place.hdp_rank)
+
+    def _activation_shape(self, num_tokens: int) -> tuple[int, int, int]:
         """What passes between stages: ``[t, 1, hidden]``, shared out with sequence parallelism."""
         shares = self.place.num_tensor_ranks if self._config.sequence_parallel else 1
-        num_tokens = len(micro_batch.tokens) // shares
-        return num_tokens, 1, self._config.hidden_size
+        return num_tokens // shares, 1, self._config.hidden_size
 
     def _forward_step(
         self, step: StepInProgress, micro_batches: Any, model: torch.nn.Module
     ) -> tuple[Any, Any]:
         micro_batch, tensors = next(micro_batches)
-        return self._model_pass(step, micro_batch, tensors, self._layout(micro_batch), model)
+        if micro_batch.parts or isinstance(self._pipeline, StreamedComm):
+            return self._in_parts(step, micro_batch, tensors, model)
+        return self._whole(step, micro_batch, tensors, model)
 
-    def _layout(self, micro_batch: RankMicroBatch) -> TokenLayout:
-        return TokenLayout(
-            ring=micro_batch.ring,
-            index=micro_batch.ring.index(self.place.hdp_rank),
-            ring_slices=micro_batch.ring_slices,
-            local_lengths=micro_batch.local_lengths,
-            device=compute_device(),
-        )
+    def _whole(
+        self, step: StepInProgress, micro_batch: RankMicroBatch, tensors: Any, model: Any
+    ) -> tuple[Any, Any]:
+        (layout,) = self._layouts(micro_batch)
+        return self._model_pass(step, micro_batch, tensors, layout, model)
 
     def _finalize(
         self,

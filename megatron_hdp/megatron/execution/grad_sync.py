@@ -43,6 +43,15 @@ class GradSync:
                 stack.enter_context(chunk.no_sync())
             yield
 
+    @contextmanager
+    def held_back(self, is_held: bool = True) -> Iterator[None]:
+        """Around the backward of a part that others follow: nothing is complete, or reduced."""
+        if not is_held or not self._in_backward or not _is_last(self._chunks[0]):
+            yield
+            return
+        with self._chunks[0].no_sync():
+            yield
+
     def begin(self) -> None:
         """Starts the reductions that have not begun in the last backward; waits for none."""
         if not self._chunks[0].ddp_config.overlap_grad_reduce:
@@ -50,6 +59,12 @@ class GradSync:
         for group in self._groups:
             if group.is_first_batch or not self._in_backward:  # in the first, hooks only count
                 group.start_grad_sync()
+
+
+def _is_last(model: DistributedDataParallel) -> bool:
+    """Whether Megatron's schedule is in its last backward."""
+    groups = model.bucket_groups + model.expert_parallel_bucket_groups
+    return any(one.is_last_microbatch for one in groups)
 
 
 def _by_layer(model: DistributedDataParallel) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.loss import LossSums, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, MicroBatchStash
-from megatron_hdp.runtime.ring import RingComm, TokenLayout
+from megatron_hdp.runtime.ring import EarlierKeys, RingComm, TokenLayout
 
 
 @dataclass
@@ -81,15 +81,17 @@ class ModelPass:
         tensors: dict[str, torch.Tensor],
         layout: TokenLayout,
         model: torch.nn.Module,
+        keys: Mapping[int, EarlierKeys] | None = None,
     ) -> tuple[Any, Any]:
         """What the model makes of it, and what makes a loss of that, as Megatron's schedule asks.
 
         Args:
             step: of the micro-batch.
             micro_batch: whose tokens run.
-            tensors: `arrays_of` the micro-batch on the device.
-            layout: of the tokens.
+            tensors: `arrays_of` the micro-batch on the device, or a part's share of them.
+            layout: of these tokens.
             model: a chunk of it.
+            keys: where the tokens are a part: of each layer what other parts see or have seen.
         """
         sums = LossSums(tensors["sources"], step.source_losses)
         params = HdpPackedSeqParams(
@@ -101,6 +103,7 @@ class ModelPass:
             attention=self.attention,
             loss_sums=sums,
             is_whole_loss=step.learns,
+            earlier=keys,
         )
         further = params.further = self._further(step, tensors)
         own_loss = step.own_loss
@@ -110,7 +113,7 @@ class ModelPass:
         # without gradients nothing is saved
         ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
         with (
-            self.offload.micro_batch(ratio, len(micro_batch.tokens)) as stash,
+            self.offload.micro_batch(ratio, layout.num_tokens) as stash,
             emptied_kept(stash),
         ):
             # the last stage's loss or logits, else activations for the next stage

@@ -7,7 +7,7 @@ micro-batch's forward again later, when another one would be current.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,7 @@ from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.megatron.model.mtp import FurtherTokens
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.loss import LossSums, RoutedCounts
-from megatron_hdp.runtime.ring import RingComm, TokenLayout
+from megatron_hdp.runtime.ring import EarlierKeys, RingComm, TokenLayout
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _REFUSED = {
@@ -67,6 +67,8 @@ class HdpPackedSeqParams(PackedSeqParams):
     """Whether backward follows once, from the fused loss as it is, with a gradient of 1."""
     further: FurtherTokens | None = field(kw_only=True, default=None)
     """What is predicted behind labels; None where nothing is, or in evaluation."""
+    earlier: Mapping[int, EarlierKeys] | None = field(kw_only=True, default=None)
+    """Where these are a part's tokens: of each layer, by its number, keys of earlier parts."""
     loss_head: Callable[[LastStage], torch.Tensor] | None = field(kw_only=True, default=None)
     """What makes the loss's sum at the end of the model, instead of the cross entropy of labels."""
 
@@ -99,6 +101,7 @@ class HdpCoreAttention(MegatronModule):
             f"context parallel size {config.context_parallel_size}",
             "--context-parallel-size 1: HDP forms its own rings",
         )
+        self.layer_number = layer_number
         self.window = _window_of(config, layer_number)
         # apply_query_key_layer_scaling changes nothing: what Megatron divides the scores by for the
         # range of float16, its softmax multiplies them by
@@ -153,6 +156,9 @@ class HdpCoreAttention(MegatronModule):
                 "HdpPackedSeqParams: run the model through HdpExecutor"
             )
         _refuse(attention_bias is not None, "an attention bias", "no bias")
+        how: dict[str, Any] = {"window": self.window, "sink": self.softmax_offset}
+        if params.earlier is not None:
+            how["earlier"] = params.earlier[self.layer_number]
         with self._without_fp8():
             out = params.attention(
                 query.squeeze(1),
@@ -161,8 +167,7 @@ class HdpCoreAttention(MegatronModule):
                 params.layout,
                 params.comm,
                 self.scale,
-                window=self.window,
-                sink=self.softmax_offset,
+                **how,
             )
         return out.reshape(out.shape[0], 1, -1)
 

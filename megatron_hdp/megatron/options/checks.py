@@ -165,12 +165,38 @@ def check_layout(args: TrainingArguments) -> None:
             "pipeline stages"
         )
 
+    _check_parts(args)
     drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
     if stages > 1 and drawn and args.hdp_strategy not in _ON_PIPELINES:
         raise OptionError(
             f"{drawn} with pipeline stages needs --hdp-strategy "
             f"{' or '.join(_ON_PIPELINES)}: found {args.hdp_strategy}, whose plans do not "
             "show the padding that runs with them"
+        )
+
+
+def _check_parts(args: TrainingArguments) -> None:
+    """Checks which options work together with micro-batches that run in parts."""
+    if args.hdp_sequence_parts == 1:
+        return
+    if args.pipeline_model_parallel_size == 1:
+        raise no_effect(
+            f"--hdp-sequence-parts {args.hdp_sequence_parts}", "--pipeline-model-parallel-size"
+        )
+    refused = {
+        "virtual stages": num_model_chunks(args) > 1,
+        "--hdp-offload": args.hdp_offload != "off",
+        "--num-experts": args.num_experts is not None,
+        "--window-size": args.window_size is not None,
+        "--multi-latent-attention": args.multi_latent_attention,
+        "--mtp-num-layers": args.mtp_num_layers is not None,
+        f"--hdp-strategy {args.hdp_strategy}": args.hdp_strategy not in _ON_PIPELINES,
+    }
+    found = [name for name, is_found in refused.items() if is_found]
+    if found:
+        raise OptionError(
+            f"--hdp-sequence-parts {args.hdp_sequence_parts}: found {found[0]}, which does not "
+            "work together with micro-batches in parts: leave one of them out"
         )
 
 
@@ -249,9 +275,11 @@ def check_run(args: TrainingArguments) -> None:
 def virtual_stage_choices(args: TrainingArguments) -> dict[int, TrainingArguments]:
     """The same run with each number of virtual stages per rank that its layers allow.
 
-    Empty without pipeline stages, and with a layout, which fixes the number. `args` are checked.
+    Empty without pipeline stages, and with a layout or parts, which fix the number. `args` are
+    checked.
     """
-    if args.pipeline_model_parallel_size == 1 or args.pipeline_model_parallel_layout is not None:
+    is_fixed = args.pipeline_model_parallel_layout is not None or args.hdp_sequence_parts > 1
+    if args.pipeline_model_parallel_size == 1 or is_fixed:
         return {}
     choices = {}
     most = stage_split(args).most + 1  # embedding or loss may count as a layer

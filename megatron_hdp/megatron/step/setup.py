@@ -40,6 +40,7 @@ from megatron_hdp.runtime.attention import (
     with_float32_rings,
     with_latent_ring,
     with_own_ring,
+    with_parts,
 )
 from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.cuda import numa, pci_address
@@ -77,13 +78,18 @@ def build_executor(
     attention = select_attention(shapes, arguments.hdp_attention, comm)
     attention = with_float32_rings(attention, arguments.hdp_float32_rings_from, shapes)
     attention = with_own_ring(attention, shapes)
+    in_parts = arguments.hdp_sequence_parts > 1
+    if in_parts:
+        attention = with_parts(attention, shapes)
     if arguments.multi_latent_attention:
         attention = with_latent_ring(attention, arguments.hdp_mla_ring, shapes)
     say(f"attention: {attention}")
     _require_one_attention(attention)
-    gradients = new_gradient_group(arguments) if len(chunks) > 1 else None
+    in_parts = in_parts and place.num_stages > 1
+    gradients = new_gradient_group(arguments) if len(chunks) > 1 or in_parts else None
     kind_of_loss = arguments.hdp_fused_loss
-    return HdpExecutor(chunks, place, comm, attention.backend, kind_of_loss, gradients)
+    how = comm, attention.backend, kind_of_loss, gradients
+    return HdpExecutor(chunks, place, *how, runs_parts=in_parts)
 
 
 def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:

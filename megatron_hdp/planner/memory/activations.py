@@ -152,7 +152,15 @@ def kept_after_forward(job: Job) -> float:
 
 
 def kept_of_part(job: Job, part: Sequence[Layer]) -> float:
-    """Bytes of one token that a part of the model holds between its forward and backward."""
+    """Bytes of one token that a part of the model holds between its forward and backward.
+
+    Where micro-batches run in parts that is also K and V for later ones, and their float32
+    gradients, which take the place of what those have given back.
+    """
+    if job.runs_parts:
+        travelling = sum(layer.attention.travelling_size for layer in part)
+        of_keys = travelling * (job.value_bytes + _FLOAT32) / job.tensor_ranks
+        return of_keys + kept_of_part(replace(job, runs_parts=False), part)
     if job.recompute == "full":
         inputs = [job.value_bytes * layer.hidden_size * job.token_share for layer in part]
         if job.recompute_method == "uniform":
@@ -242,7 +250,10 @@ def ring_bytes(job: Job, layer: Layer) -> float:
     gradients twice in the type of the values, when nothing else of a layer is computed. What it has
     freed is counted apart (`gpu.IN_FLIGHT_BYTES`).
     """
-    return 2 * layer.attention.travelling_size * (job.value_bytes + _FLOAT32) / job.tensor_ranks
+    of_ring = 2 * (job.value_bytes + _FLOAT32)
+    if job.runs_parts:  # what earlier parts hold, side by side
+        of_ring += job.value_bytes
+    return layer.attention.travelling_size * of_ring / job.tensor_ranks
 
 
 def halo_bytes(job: Job, layer: Layer) -> float:

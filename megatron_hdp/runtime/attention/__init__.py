@@ -10,6 +10,7 @@ from megatron_hdp.runtime.attention.several import (
     with_float32_rings,
     with_latent_ring,
     with_own_ring,
+    with_parts,
 )
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "with_float32_rings",
     "with_latent_ring",
     "with_own_ring",
+    "with_parts",
 ]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_hdp.runtime.ring import RingComm, TokenLayout
+from megatron_hdp.runtime.ring import EarlierKeys, RingComm, TokenLayout
 
 
 class AttentionBackend(Protocol):
@@ -26,6 +26,7 @@ class AttentionBackend(Protocol):
         *,
         window: int | None = None,
         sink: torch.Tensor | None = None,
+        earlier: EarlierKeys | None = None,
     ) -> torch.Tensor:
         """Attends, together with the other members of the layout's ring.
 
@@ -39,6 +40,7 @@ class AttentionBackend(Protocol):
             window: tokens that a query sees, the last of them itself; all before it unless given.
             sink: ``[heads]``; a score that stands in each query's softmax beside those of its keys
                 and has no value.
+            earlier: of a `PartLayout` the layer's keys of other parts; only our own ring takes it.
 
         Returns:
             ``[t, heads, d]``, d that of `v`, differentiable in `q`, `k`, `v` and `sink`.

@@ -16,7 +16,14 @@ import torch
 from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
 from megatron_hdp.runtime.attention.selection import OUR_RING, Selection, select_attention
 from megatron_hdp.runtime.attention.transformer_engine import TransformerEngineAttention
-from megatron_hdp.runtime.ring import LatentRing, RingAttention, RingComm, TokenLayout
+from megatron_hdp.runtime.ring import (
+    EarlierKeys,
+    LatentRing,
+    PartLayout,
+    RingAttention,
+    RingComm,
+    TokenLayout,
+)
 
 Decision: TypeAlias = Callable[[TokenLayout], bool]
 """Whether a micro-batch's ring passes the latent on: the same on all its members."""
@@ -53,11 +60,13 @@ class OneOfTwo:
         *,
         window: int | None = None,
         sink: torch.Tensor | None = None,
+        earlier: EarlierKeys | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         is_special = self._is_special(layout, window is not None or sink is not None)
         attend = self._special if is_special else self._others
-        return attend(q, k, v, layout, comm, scale, window=window, sink=sink)
+        how = {} if earlier is None else {"earlier": earlier}
+        return attend(q, k, v, layout, comm, scale, window=window, sink=sink, **how)
 
 
 class AttentionByLatent(OneOfTwo):
@@ -132,6 +141,20 @@ def with_own_ring(selection: Selection, shapes: RunShapes) -> Selection:
         return replace(ours, refused=refused)
     what = "layers with a window or a sink"
     return _with_ours(selection, ours, lambda _, has_either: has_either, what)
+
+
+def with_parts(selection: Selection, shapes: RunShapes) -> Selection:
+    """The selection, with micro-batches that run in parts by our own ring.
+
+    Raises:
+        ValueError: there is no kernel for our ring; says why.
+    """
+    if isinstance(selection.backend, RingAttention):
+        return selection
+    ours = select_attention(shapes, OUR_RING)
+    return _with_ours(
+        selection, ours, lambda layout, _: isinstance(layout, PartLayout), "parts of micro-batches"
+    )
 
 
 def _with_ours(

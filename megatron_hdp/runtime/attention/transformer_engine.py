@@ -15,7 +15,7 @@ import torch
 from megatron_hdp.runtime.attention.backend import RunShapes
 from megatron_hdp.runtime.attention.kernel_choice import KernelChoices
 from megatron_hdp.runtime.kernels import Segments, longest_class
-from megatron_hdp.runtime.ring import RingComm, RingGroups, TokenLayout
+from megatron_hdp.runtime.ring import EarlierKeys, RingComm, RingGroups, TokenLayout
 
 OLDEST_RINGS = (2, 20, 2)  # earlier ones keep keys, values and output of every step of a ring
 
@@ -61,9 +61,10 @@ class TransformerEngineAttention:
         *,
         window: int | None = None,
         sink: torch.Tensor | None = None,
+        earlier: EarlierKeys | None = None,
     ) -> torch.Tensor:
-        """See `attention.AttentionBackend`; layers with a window or a sink are for another one."""
-        assert window is None and sink is None, "AttentionByLayer keeps them away"
+        """See `attention.AttentionBackend`; windows, sinks and parts are for another one."""
+        assert window is None and sink is None and earlier is None, "`OneOfTwo` keeps them away"
         if q.shape[0] != layout.num_tokens:
             raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
         if not layout.ring_slices:

@@ -9,9 +9,12 @@ from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_gr
 from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
 from megatron_hdp.runtime.ring.latent import LatentRing
 from megatron_hdp.runtime.ring.layout import TokenLayout
+from megatron_hdp.runtime.ring.parts import EarlierKeys, PartLayout, part_layouts
 
 __all__ = [
+    "EarlierKeys",
     "LatentRing",
+    "PartLayout",
     "RingAttention",
     "RingComm",
     "RingGroup",
@@ -20,5 +23,6 @@ __all__ = [
     "Transfer",
     "neighbour_rounds",
     "new_ring_group",
+    "part_layouts",
     "running_nccl",
 ]

@@ -107,10 +107,9 @@ class EarlierKeys:
         for one, *new in zip(layout.earlier[kind], dk.split(sizes), dv.split(sizes), strict=True):
             known = self._gradients.get((kind, one.part))
             if known is None:
-                known = self._gradients[kind, one.part] = (
-                    torch.zeros_like(new[0]),
-                    torch.zeros_like(new[1]),
-                )
+                new = [accumulator(gradient) for gradient in new]
+                self._gradients[kind, one.part] = new[0], new[1]
+                continue
             for total, gradient in zip(known, new, strict=True):
                 total += gradient
 

@@ -49,6 +49,7 @@ class Setting:
     lockstep_ranks: int = 1
     max_length: int | None = None
     slice_multiple: int = 1
+    sequence_parts: int = 1
     offload: str = "off"
     machine: Machine = field(default_factory=Machine)
     job: Job | None = None
@@ -75,6 +76,7 @@ class Setting:
             cost_model=self.cost_model,
             pipeline=self.pipeline,
             expert_parallel_size=self.lockstep_ranks,
+            sequence_parts=self.sequence_parts,
             offload=self.offload,
         )
 

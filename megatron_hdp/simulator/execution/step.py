@@ -131,8 +131,15 @@ def execute(
         step: number of the step, for the noise.
 
     Raises:
-        ValueError: the plan cannot run: its ranks wait for each other for ever.
+        ValueError: the plan cannot run: its ranks wait for each other for ever; or its
+            micro-batches run in parts, which is not simulated.
     """
+    if plan.num_parts is not None:
+        raise ValueError(
+            "found micro-batches that run in parts, expected whole ones: the simulator has no "
+            "messages of parts; leave out --hdp-sequence-parts here, and see what `plan "
+            "--sequence-parts` or `check` says of the step"
+        )
     machine, pipeline = machine or Machine(), pipeline or Pipeline()
     layers = (
         np.array(row_layers)

@@ -12,6 +12,7 @@ from megatron_hdp.data.steps import Reader, StepShares, padding_micro_batch, rea
 from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.planner import MicroBatch, Plan, chunk_tokens, plan
 from megatron_hdp.planner.lockstep import PADDING
+from tests.support.random_plans import random_plan
 
 # A busy machine is no failure.
 examples = settings(max_examples=60)
@@ -362,3 +363,61 @@ def test_dropped_sequences_carry_nothing():
     assert part.sequence_index.tolist() == [0] * 4 + [-1] * 4
     part.drop({0})
     assert not part.tokens.any() and not part.loss_mask.any()
+
+
+def tokens_by_place(plan_, lengths, multiple):
+    """What all ranks hold: by sequence and position its token, label and whether it has loss."""
+    file = CountingFile(lengths)
+    table, rows = SequenceTable.build(np.array(lengths), max_length=200), np.arange(len(lengths))
+    found = {}
+    for m in range(plan_.num_micro_batches):
+        for rank in plan_.micro_batch(m).ranks:
+            part = read(plan_, m, rank, rows, table, file, token_multiple=multiple)
+            check_parts(part, int(plan_.parts_of_each[m]), multiple)
+            for place, *what in zip(
+                *(part.sequence_index, part.positions, part.tokens, part.labels, part.loss_mask),
+                strict=True,
+            ):
+                if place >= 0:
+                    key = part.sequence_ids[place], int(what[0])
+                    assert key not in found
+                    found[key] = tuple(map(int, what[1:]))
+    return found
+
+
+def check_parts(part, num_parts, multiple):
+    assert len(part.parts) == (num_parts if num_parts > 1 else 0)
+    slices, lengths = list(part.ring_slices), list(part.local_lengths)
+    for one in part.parts:
+        of_ring, of_rank = slices[: one.num_ring_slices], lengths[: one.num_local]
+        del slices[: one.num_ring_slices], lengths[: one.num_local]
+        assert sum(of_ring) + sum(of_rank) >= 2 * multiple
+        assert (sum(of_ring) + sum(of_rank)) % multiple == 0
+        assert not one.padding or of_rank[-1] == one.padding
+    assert not part.parts or not slices + lengths
+
+
+@examples
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=10),
+    ranks=st.integers(1, 4),
+    multiple=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99),
+)
+def test_parts_hold_what_the_whole_holds(lengths, ranks, multiple, seed):
+    made = random_plan(np.array(lengths), ranks=ranks, tokens_per_rank=160, seed=seed)
+    num_parts = np.random.default_rng(seed).integers(1, 7, made.num_micro_batches)
+    parts = replace(made, num_parts=num_parts, linear_tokens=float(seed))
+    whole = tokens_by_place(made, lengths, multiple)
+    assert len(whole) == sum(lengths)
+    assert tokens_by_place(parts, lengths, multiple) == whole
+
+
+def test_a_sequence_is_taken_out_of_all_parts():
+    made = hand_made([90, 40], MicroBatch((0,), (), {0: (0, 1)}, 0.0))
+    file, rows = CountingFile([90, 40]), np.arange(2)
+    table = SequenceTable.build(np.array([90, 40]), max_length=200)
+    part = read(replace(made, num_parts=[4]), 0, 0, rows, table, file)
+    assert len(part.parts) == 4 and part.local_lengths != (90, 40)
+    part.drop({0})
+    assert (part.sequence_index == -1).sum() == 90 and part.loss_mask.sum() == 39

@@ -126,13 +126,10 @@ def test_of_jobs_that_ended_badly_some_folders_stay(temporary, monkeypatch):
     assert list(temporary.iterdir()) == [kept[2]]
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_what_still_works_for_a_dead_job_ends(temporary, is_lost):
+def test_what_still_works_for_a_dead_job_ends(temporary):
     """Agents of Ray do, for a minute; a user who reads the log there does not end."""
     killed, dead = job()
     kill(killed)
-    if is_lost:
-        (dead / folders.LOST).touch()
     logs = [Path(dead, "r"), Path(f"{dead}-of-another", "r")]
     for log in logs:
         log.mkdir(parents=True)
@@ -155,7 +152,7 @@ def test_what_still_works_for_a_dead_job_ends(temporary, is_lost):
     try:
         for one in running:
             one.stdout.readline()
-        assert folders.remove_dead(dead) is not is_lost
+        assert folders.remove_dead(dead)
         assert [one.wait(60) for one in running[:2]] == [-signal.SIGKILL] * 2
         assert [one.poll() for one in running[2:]] == [None] * 4
     finally:

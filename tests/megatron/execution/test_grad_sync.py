@@ -14,11 +14,12 @@ from tests.gradient_equivalence.case import LENGTHS, ROOM
 from tests.gradient_equivalence.cases import ACROSS, PP2, virtual
 from tests.support.drawn import first_rows
 from tests.support.gradients import (
-    hdp_step,
+    hdp_steps_of,
     largest_error,
     moe_arguments,
     reference_on_first_rank,
     tiny_arguments,
+    whole_gradients,
     write_corpus,
 )
 from tests.support.random_plans import random_plan
@@ -48,7 +49,12 @@ def launches_of(arguments, plan):
         mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", noting),
         mock.patch.object(Timeline, "__init__", noted),
     ):
-        report, grads = hdp_step(arguments, plan=plan, repeats=3)
+        plans = [plan] * 3
+        if arguments.hdp_sequence_parts > 1:  # others in each step
+            numbers = (np.full(plan.num_micro_batches, number) for number in (2, 3, 1))
+            plans = [replace(plan, num_parts=one, linear_tokens=50.0) for one in numbers]
+        *_, (report, chunks) = hdp_steps_of(arguments, plans)
+        grads = whole_gradients(chunks, arguments)
     expected = reference_on_first_rank(arguments)
     error = None if expected is None else largest_error((report.loss, grads), expected)
     return begun, error
@@ -72,8 +78,9 @@ def mixed_plan(arguments, ranks, *, aligned, lockstep_ranks):
         (3, 3, False, {}),
         pytest.param(4, 4, True, ACROSS, marks=pytest.mark.slow),
         (4, 2, False, PP2),
+        (4, 2, False, PP2 | {"hdp_sequence_parts": 3}),
     ],
-    ids=["rings", "experts", "stages"],
+    ids=["rings", "experts", "stages", "parts"],
 )
 def test_where_reductions_begin(run_ranks, tmp_path, ranks, hdp_ranks, experts, overrides):
     make = moe_arguments if experts else tiny_arguments

@@ -84,6 +84,20 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         ("--hdp-tokens-per-rank 0", "--hdp-tokens-per-rank: found 0"),
         ("--hdp-trace traces", "--hdp-trace DIR and --hdp-trace-steps"),
         ("--hdp-trace-steps 1", "--hdp-trace DIR and --hdp-trace-steps"),
+        ("--hdp-sequence-parts 0", "--hdp-sequence-parts: found 0"),
+        ("--hdp-sequence-parts 4", "--hdp-sequence-parts 4 has no effect without --pipeline"),
+        *(
+            (f"--hdp-sequence-parts 4 {PP} --num-layers 8 {more}", f"parts 4: found {found}")
+            for more, found in (
+                (f"{VPP} 2", "virtual stages"),
+                ("--hdp-offload auto", "--hdp-offload"),
+                ("--num-experts 4", "--num-experts"),
+                (f"{WINDOW}", "--window-size"),
+                (f"{MLA}", MLA),
+                ("--mtp-num-layers 1", "--mtp-num-layers"),
+                ("--hdp-strategy naive", "--hdp-strategy naive"),
+            )
+        ),
         (f"--hdp-trace t --hdp-trace-steps 1 {PP} --hdp-strategy naive", "needs --hdp-strategy au"),
         ("--hdp-trace traces --hdp-trace-steps 2-4", "2-4 goes beyond --train-iters 3"),
         *(

@@ -1,0 +1,188 @@
+"""Micro-batches in parts: where they are cut, and how pipelines run them, by workers that block."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hdp.data.presets import preset_lengths
+from megatron_hdp.planner import CostModel, evaluate, plan
+from megatron_hdp.planner.evaluation import durations_s
+from megatron_hdp.planner.lockstep import slots
+from megatron_hdp.planner.parts import cut_in_parts
+from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.pipeline_evaluation import (
+    RankLists,
+    longest_paths,
+    waits_of_parts,
+)
+from tests.planner.blocking import one_forward_one_backward
+from tests.planner.problems import repeatable
+from tests.planner.test_interleaved_execution import with_paddings_named
+from tests.support.random_plans import random_plan
+
+slowly = repeatable(40)
+COSTS = CostModel(a=1e-9, b=1e-5, kv_bytes_per_token=1e5, g=1e-3, block_s=1e-6, num_layers=4)
+
+
+@slowly
+@given(
+    lengths=st.lists(st.integers(1, 5000), max_size=9),
+    num_parts=st.integers(1, 9),
+    unit=st.sampled_from([1, 4, 16, 48]),
+    linear_tokens=st.sampled_from([0.0, 50.0, 1e4]),
+)
+def test_pieces_make_up_the_sequences_in_order(lengths, num_parts, unit, linear_tokens):
+    parts = cut_in_parts(lengths, num_parts, unit, linear_tokens)
+    assert len(parts) == num_parts
+    pieces = [piece for part in parts for piece in part]
+    assert all(first < stop for _, first, stop in pieces)
+    held = [(i, token) for i, first, stop in pieces for token in range(first, stop)]
+    assert held == [(i, token) for i, length in enumerate(lengths) for token in range(length)]
+    assert all(stop % unit == 0 or stop == lengths[i] for i, _, stop in pieces)
+
+
+@pytest.mark.parametrize("lengths", [[200_000], [3000] * 100, [500, 150_000, 700, 60_000]])
+@pytest.mark.parametrize("linear_tokens", [0.0, 50_000.0])
+def test_parts_take_equal_time(lengths, linear_tokens):
+    found = [
+        sum(
+            stop * (stop + linear_tokens) - first * (first + linear_tokens)
+            for _, first, stop in part
+        )
+        for part in cut_in_parts(lengths, 8, 16, linear_tokens)
+    ]
+    assert max(found) <= 1.3 * np.mean(found) and min(found) >= 0.7 * np.mean(found)
+
+
+def parts_of(operations, parts, in_order=False):
+    """Pass, micro-batch and part of each: forward in order, backward in reverse."""
+    found = []
+    for kind, m, _ in operations:
+        places = range(parts[m])
+        is_back = kind == "B" and not in_order
+        found += [(kind, m, place) for place in (reversed(places) if is_back else places)]
+    return found
+
+
+class Drawn:
+    """A random plan in random parts, laid out in slots whose padding has a number of its own."""
+
+    def __init__(self, lengths, ranks, stages, seed):
+        made = random_plan(np.array(lengths), ranks=ranks, tokens_per_rank=64, seed=seed)
+        lists = slots(made, aligned=True)
+        self.queues, self.rings = with_paddings_named(made, lists)
+        draw = np.random.default_rng(seed)
+        num_padding = len(self.rings) - made.num_micro_batches
+        self.parts = np.append(
+            draw.integers(1, 6, made.num_micro_batches), np.ones(num_padding, dtype=int)
+        )
+        self.duration_s = draw.uniform(0.5, 2, len(self.rings))
+        self.stages = stages
+
+    def expected_s(self):
+        """Seconds by the package's own rules of what waits for what."""
+        parts, num = self.parts, int(self.parts.sum())
+        lists = RankLists(
+            np.concatenate(self.queues).astype(np.int64), np.array([len(q) for q in self.queues])
+        )
+        each_s = np.repeat(self.duration_s / parts, parts) / self.stages
+        seconds = np.tile(np.concatenate([each_s / 3, 2 * each_s / 3]), self.stages)
+        waits = waits_of_parts(lists, parts, Pipeline(self.stages))
+        assert len(seconds) == 2 * num * self.stages
+        starts, finished = longest_paths(waits, seconds)
+        assert finished.all()
+        return float((starts + seconds).max())
+
+    def run(self, broken=()):
+        """Seconds until all workers are done; None if they wait for each other for ever.
+
+        A worker is a stage of a rank. It knows its own list, and what it waits for: members of its
+        ring at the same part, and that part on the stage that feeds it.
+        """
+        stages, parts = self.stages, self.parts
+        workers = [(rank, stage) for rank in range(len(self.queues)) for stage in range(stages)]
+        queues = {
+            (rank, stage): parts_of(
+                one_forward_one_backward(self.queues[rank], stage, stages), parts, rank in broken
+            )
+            for rank, stage in workers
+        }
+        place, free_s, ended_s = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0.0), {}
+        moved = True
+        while moved:
+            moved = False
+            for worker in workers:
+                stage, queue = worker[1], queues[worker]
+                while place[worker] < len(queue):
+                    kind, m, part = operation = queue[place[worker]]
+                    ring = [(member, stage) for member in self.rings[m]]
+                    if any(queues[one][place[one] : place[one] + 1] != [operation] for one in ring):
+                        break
+                    needed = operation, stage - 1 if kind == "F" else stage + 1
+                    if kind == "B" and stage == stages - 1:
+                        needed = ("F", m, parts[m] - 1), stage
+                    fed_s = 0.0 if needed[1] < 0 else ended_s.get(needed)
+                    if fed_s is None:
+                        break
+                    seconds = self.duration_s[m] / parts[m] / stages
+                    seconds *= (1 if kind == "F" else 2) / 3
+                    end_s = max([fed_s, *(free_s[one] for one in ring)]) + seconds
+                    ended_s[operation, stage] = end_s
+                    for one in ring:
+                        free_s[one], place[one] = end_s, place[one] + 1
+                    moved = True
+        is_done = all(place[one] == len(queues[one]) for one in workers)
+        return max(free_s.values()) if is_done else None
+
+
+@slowly
+@given(
+    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=30),
+    ranks=st.integers(2, 4),
+    stages=st.integers(2, 4),
+    seed=st.integers(0, 10**6),
+)
+def test_pipelines_end_when_the_evaluation_says_so(lengths, ranks, stages, seed):
+    drawn = Drawn(lengths, ranks, stages, seed)
+    assert drawn.run() == pytest.approx(drawn.expected_s(), rel=1e-12)
+
+
+def test_rings_that_take_parts_in_another_order_hang():
+    """The planted fault: one rank goes back through the parts in their order."""
+    stuck = 0
+    for seed in range(20):
+        drawn = Drawn([100, 40, 90, 7, 60, 120], 2, 3, seed)
+        assert drawn.run() is not None
+        stuck += drawn.run(broken={1}) is None
+    assert stuck > 0
+
+
+def test_parts_make_a_step_shorter_or_the_plan_stays_as_it_is():
+    """By executions of the plans, the whole one's too."""
+    gains = []
+    for seed in range(6):
+        lengths = preset_lengths("byted", num_tokens=2**20, max_length=2**17, seed=seed)
+        asked = {"ranks": 16, "tokens_per_rank": 8192, "pipeline_stages": 4, "cost_model": COSTS}
+        whole, parts = (plan(lengths, **asked, sequence_parts=number) for number in (1, 16))
+        assert parts.fingerprint() == plan(lengths, **asked, sequence_parts=16).fingerprint()
+        whole_s, parts_s = (evaluate(one, COSTS, 4).makespan_s for one in (whole, parts))
+        assert set(np.unique(parts.parts_of_each)) <= {1, 2, 4, 8, 16}
+        assert parts_s < whole_s or parts.num_parts is None
+        longer = durations_s(parts, COSTS, 4) / durations_s(whole, COSTS, 4)
+        assert longer.max() <= 1.5 + 1e-12
+        gains.append(whole_s / parts_s)
+    assert max(gains) > 1.05, gains
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_parts": 0, "pipeline_stages": 2}, "sequence_parts is 0"),
+        ({"sequence_parts": 4}, "1 pipeline stages"),
+        ({"sequence_parts": 4, "pipeline_stages": 2, "virtual_stages": 2}, "2 model chunks"),
+    ],
+)
+def test_senseless_numbers_of_parts_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan([5, 5, 5, 5], ranks=2, tokens_per_rank=8, **changes)
