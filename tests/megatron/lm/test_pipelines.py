@@ -49,6 +49,7 @@ SMALL_CHUNKS = [*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"]
 LAYOUT = "--pipeline-model-parallel-layout"
 FROM_ONE = {  # by name: ranks, capacity, flags
     "virtual": (4, 160, [*OVERLAPPED, *RECOMPUTED, *SMALL_CHUNKS]),
+    "parts": (4, 160, [*OVERLAPPED, *STAGES, "--hdp-sequence-parts", "4"]),
     "four stages": (4, 256, [*SHARDED, PIPELINE, "4", *VIRTUAL]),
     "tensor": (4, 256, [*OVERLAPPED, *CHUNKS, *TENSOR]),
     "first": (4, 160, [*SHARDED, *STAGES, "--decoder-first-pipeline-num-layers", "2"]),
