@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import four_lanes
 from several_ranks import one_gpu_environment
 
 RANKS = 2
-LIMIT_S = {"cuda": 75, "cpu": 150}
+LIMIT_S = {"cuda": 75, "cpu": 120}
 
 
 def record(trace: Path, device: str, small: bool, num_ranks: int) -> str | None:
@@ -52,19 +53,23 @@ def record(trace: Path, device: str, small: bool, num_ranks: int) -> str | None:
         command = [sys.executable, __file__, "unused", "--record", *options]
         log = trace.with_name(f"log-{rank}").open("wb")
         started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(LIMIT_S[device]) for process in started]
-    except subprocess.TimeoutExpired:
-        return f"{num_ranks} ranks were not ready after {LIMIT_S[device]} s"
+    end = time.monotonic() + LIMIT_S[device]
+    try:  # the others may wait for one that has failed
+        while None in (codes := [one.poll() for one in started]) and not any(codes):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
     finally:
         for process in started:
             process.kill()
             process.wait()
-    if not any(codes):
+    late = next((rank for rank, code in enumerate(codes) if code is None), None)
+    failed = next((rank for rank, code in enumerate(codes) if code), late)
+    if failed is None:
         return None
-    failed = next(rank for rank, code in enumerate(codes) if code)
     lines = trace.with_name(f"log-{failed}").read_text(errors="replace").splitlines()
-    return f"rank {failed} of {num_ranks} failed: {lines[-1] if lines else codes[failed]}"
+    what = f"was not ready after {LIMIT_S[device]} s" if codes[failed] is None else "failed"
+    return f"rank {failed} of {num_ranks} {what}: {lines[-1] if lines else codes[failed]}"
 
 
 def record_rank(trace: Path, small: bool) -> None:

@@ -110,6 +110,16 @@ def test_a_step_is_recorded_and_drawn(tmp_path, device):
         assert " to the host 0.0 ms" not in done.stdout, "nothing was offloaded"
 
 
+@pytest.mark.parametrize(("limit_s", "told"), [(60, "rank 1 of 2 failed: the port"), (0, "rank 0")])
+def test_a_rank_that_fails_is_told_though_another_waits(tmp_path, monkeypatch, limit_s, told):
+    module = importlib.import_module("trace_step")
+    code = "import os, sys, time; sys.exit('the port') if os.environ['RANK'] == '1' else 0"
+    (tmp_path / "rank.py").write_text(f"{code}; time.sleep(60)")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "rank.py"))
+    monkeypatch.setitem(module.LIMIT_S, "cpu", limit_s)
+    assert module.record(tmp_path / "trace.json", "cpu", True, 2).startswith(told)
+
+
 def trace_step(tmp_path, *options):
     command = [sys.executable, SCRIPTS / "trace_step.py", tmp_path / "step.png", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
