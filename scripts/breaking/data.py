@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from breaking.rows import Try, command, row
+from breaking.rows import Try, command, refused, row
 from breaking.sources import OPENING, Piece, chats, drawn, texts, write_lines
 from megatron_hdp.data.mixture import Opening
 
@@ -52,6 +52,25 @@ def lines_of_100_mb(folder: Path) -> Iterator[Try]:
         code == 2 and "line 1" in said and len(said) < 2000,
         said[-150:],
     )
+
+
+@row("data")
+def arrays_of_records(folder: Path) -> Iterator[Try]:
+    """A `.json` that is one array is refused, however it is asked for, as no lines of it."""
+    data, array = folder / "d.yaml", folder / "x.json"
+    contents = {"in a line": json.dumps(texts(9)), "indented": json.dumps(texts(9), indent=1)}
+    ways = ("", ", key: text", ", tokenise: on-the-fly", ", format: text")
+    for name, content in contents.items():
+        array.write_text(content)
+        for keys in ways:
+            data.write_text(f"sources: {{a: {{path: {array.name}{keys}}}}}")
+            told = [array.name, "array", "jsonl"]
+            yield from refused(f"{name}{keys}, describe", "data", "describe", data, told=told)
+            if "fly" not in keys:
+                yield from refused(f"{name}{keys}, prepare", "data", "prepare", data, told=told)
+        source = ("--input", array, "--output-prefix", folder / "pair")
+        words = ("preprocess", "--tokenizer", "byte", *source)
+        yield from refused(f"{name}, preprocess", *words, told=told)
 
 
 @row("data", 300)

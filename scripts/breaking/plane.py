@@ -33,8 +33,9 @@ def _badly_ended(what: str, found: Run) -> Try:
 @row("data_plane", 900)
 def parts_killed_in_the_run(folder: Path) -> Iterator[Try]:
     """Killed or stopped: every rank ends with a sentence."""
-    parts = {"gcs_server": signal.SIGKILL, "raylet": signal.SIGKILL, _HOST: signal.SIGKILL}
-    for word, number in (parts | dict.fromkeys(("Constructor", "Planner"), signal.SIGSTOP)).items():
+    parts = [(one, signal.SIGKILL) for one in ("gcs_server", "raylet", _HOST)]
+    parts += [(one, signal.SIGSTOP) for one in ("Constructor", "Planner")]
+    for word, number in parts:
         with running(folder) as found:
             found.until_step(5)
             found.one(word).send_signal(number)
@@ -78,7 +79,7 @@ def parents_killed(folder: Path) -> Iterator[Try]:
 @row("data_plane", 300)
 def all_of_it_killed_at_once(folder: Path) -> Iterator[Try]:
     """Its files stay, and the next run or doctor removes them."""
-    code = "from megatron_hdp.data_plane.left_behind import *; clean_up(find_left_behind())"
+    doctor = [sys.executable, "-m", "megatron_hdp.cli.main", "doctor", "--clean-up"]
     with running(folder) as found:
         found.until_step(5)
         for one in found.below():
@@ -86,7 +87,7 @@ def all_of_it_killed_at_once(folder: Path) -> Iterator[Try]:
         found.process.kill()
         before = found.left(5.0)
         environment = os.environ | {"TMPDIR": str(found.temporary)}
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+        subprocess.run(doctor, env=environment, stdout=subprocess.DEVNULL)
         after = found.left(1.0)
         yield "doctor", bool(before) and not after, f"{before}, then {after}"
 
@@ -99,6 +100,11 @@ def no_room_at_the_start(folder: Path) -> Iterator[Try]:
     cases: dict[str, tuple[str, list[int]]] = {
         "temporary files full": (f"{tmp}; {full.format(65536, '$TMP_OF_RUN')}", []),
         "temporary files of 2 MB": (_ON_TMP.format("2m"), []),
+        "temporary files 97 % full": (
+            f"{_ON_TMP.format('400m')}; {full.format(407_000_000, '$TMP_OF_RUN')}",
+            [],
+        ),
+        "temporary files of nobody": ("chown 65534 $TMP_OF_RUN; chmod 1777 $TMP_OF_RUN", []),
         "shared memory full": (f"{shm}; {full.format(2**26, '/dev/shm')}", [2]),
         "shared memory of 64 MB": (shm, []),
         "100 kB of shared memory": (f"{shm}; {full.format(67_006_464, '/dev/shm')}", []),
@@ -214,6 +220,18 @@ def signals_to_all_of_it(folder: Path) -> Iterator[Try]:
         found.process.terminate()
         code, left = found.wait(60), found.left()
         yield "SIGTERM and SIGUSR1", not left, f"exit {code}, left {left}"
+
+
+@row("data_plane", 300)
+def a_stopped_host(folder: Path) -> Iterator[Try]:
+    """Which watches alone: the run trains on, and nothing of it outlives torchrun."""
+    with running(folder, timeout_s=60) as found:
+        found.until_step(5)
+        found.one(_HOST).send_signal(signal.SIGSTOP)
+        found.until_step(found.last_step() + 200)
+        found.process.terminate()
+        code, left = found.wait(60), found.left()
+        yield "SIGSTOP, then torchrun ends", not left, f"exit {code}, left {left}; {found.said()}"
 
 
 @row("data_plane", 300)

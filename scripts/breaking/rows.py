@@ -103,7 +103,9 @@ def _in_process(
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     end_with_parent(parent, signal.SIGTERM)
     os.chdir(folder)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # bars of progress; what a row finds it sends
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # bars of progress, lines of ranks; what a row finds it sends
+        os.dup2(nowhere, stream)
     reason = None
     try:
         for found in one.function(folder):
