@@ -100,6 +100,18 @@ def _aligned(plan: Plan) -> list[Int64Array]:
     return [np.array(one, dtype=np.int64) for one in lists]
 
 
+def begin_together(plan: Plan, slots: Sequence[Int64Array]) -> bool:
+    """Whether all members of the ring of any rank's first slot are in their first one, too.
+
+    Then no rank waits in its first forward pass for one that is in another micro-batch, and ranks
+    may meet in other collectives layer by layer.
+    """
+    first = np.array([one[0] for one in slots])
+    owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.rank_offsets))
+    is_first = np.isin(owners, first)
+    return bool((first[plan.ranks[is_first]] == owners[is_first]).all())
+
+
 def end_together(plan: Plan, slots: Sequence[Int64Array], *, lockstep_ranks: int = 1) -> BoolArray:
     """Of each rank, whether all that wait for it in its last slot are in their last one, too.
 

@@ -15,6 +15,7 @@ from dataclasses import fields
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.state import Progress
+from megatron_hdp.megatron.execution import make_parameters_whole
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import (
     EvaluationLoss,
@@ -140,6 +141,7 @@ def _validate(job: TrainingJob, step: int) -> EvaluationLoss | None:
     arguments = job.arguments
     if job.validation is None or step % arguments.eval_interval:
         return None
+    make_parameters_whole(job.chunks)
     for chunk in job.chunks:
         chunk.eval()
     position, reports = Position(), []
@@ -199,4 +201,5 @@ def _save_if_due(job: TrainingJob, progress: Progress, stop: signal.Signals | No
     with job.timeline.span(CHECKPOINT):
         job.checkpoints.poll()
         if last or due:
+            make_parameters_whole(job.chunks)
             job.checkpoints.save(progress)

@@ -16,7 +16,7 @@ from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.data.mixture import Step
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import attention_s, block_s
-from megatron_hdp.planner.lockstep import PADDING, end_together, slots
+from megatron_hdp.planner.lockstep import PADDING, begin_together, end_together, slots
 
 _COLUMNS = ("sources", "rows", "starts", "lengths", "num_labels", "num_loss_tokens")
 
@@ -34,6 +34,8 @@ class RankShare:
     slice_multiple: int
     ends_together: bool
     """See `planner.lockstep.end_together`."""
+    begins_together: bool
+    """See `planner.lockstep.begin_together`; equal on all ranks."""
     linear_tokens: float
     """See `FlatPlan.linear_tokens`."""
     indices: Int64Array
@@ -101,6 +103,7 @@ class StepShares:
             plan, aligned=is_aligned, lockstep_ranks=lockstep_ranks, group_size=group_size
         )
         self._end_together = end_together(plan, self._slots, lockstep_ranks=lockstep_ranks)
+        self._begin_together = begin_together(plan, self._slots)
         members = np.append(plan.ranks, [PADDING])  # a padding slot's ring is its rank alone
         self._members = members.astype(np.int64)
         owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.local_offsets))
@@ -152,6 +155,7 @@ class StepShares:
                     hdp_rank=rank,
                     slice_multiple=plan.slice_multiple,
                     ends_together=bool(self._end_together[rank]),
+                    begins_together=self._begin_together,
                     linear_tokens=plan.linear_tokens,
                     indices=indices[here],
                     num_parts=num_parts[here],
@@ -208,7 +212,7 @@ def work_of(share: RankShare, cost_model: CostModel, num_stages: int = 1) -> Flo
     return np.array([attention, linear, float(share.num_slots)])
 
 
-_ARRAYS = tuple(one.name for one in fields(RankShare))[4:]
+_ARRAYS = tuple(one.name for one in fields(RankShare))[5:]
 _KINDS = (np.uint8, np.int32)
 
 
@@ -219,6 +223,7 @@ class PackedShares:
     hdp_ranks: tuple[int, ...]
     slice_multiples: tuple[int, ...]
     end_together: tuple[bool, ...]
+    begin_together: tuple[bool, ...]
     linear_tokens: tuple[float, ...]
     sizes: bytes
     """``int32[arrays, ranks]``: how much of each column is each rank's."""
@@ -238,6 +243,7 @@ class PackedShares:
             tuple(one.hdp_rank for one in shares),
             tuple(one.slice_multiple for one in shares),
             tuple(one.ends_together for one in shares),
+            tuple(one.begins_together for one in shares),
             tuple(one.linear_tokens for one in shares),
             np.array(sizes, dtype=np.int32).tobytes(),
             tuple(columns),
@@ -254,11 +260,12 @@ class PackedShares:
             for one, begin, end in zip(found, (ends - row).tolist(), ends.tolist(), strict=True):
                 one[name] = column[begin:end]
         return [
-            RankShare(*scalars, **arrays)  # type: ignore[arg-type]
+            RankShare(*scalars, **arrays)
             for *scalars, arrays in zip(
                 self.hdp_ranks,
                 self.slice_multiples,
                 self.end_together,
+                self.begin_together,
                 self.linear_tokens,
                 found,
                 strict=True,

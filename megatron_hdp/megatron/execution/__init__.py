@@ -5,5 +5,6 @@ Design: `docs/design/pipelines.md`.
 
 from megatron_hdp.megatron.execution.executor import HdpExecutor, RankOutcome
 from megatron_hdp.megatron.execution.own_loss import OwnLoss
+from megatron_hdp.megatron.execution.param_gather import make_parameters_whole
 
-__all__ = ["HdpExecutor", "OwnLoss", "RankOutcome"]
+__all__ = ["HdpExecutor", "OwnLoss", "RankOutcome", "make_parameters_whole"]

@@ -31,6 +31,7 @@ from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, arrays_of
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
+from megatron_hdp.megatron.execution.param_gather import start_param_gather
 from megatron_hdp.megatron.execution.parts import PartedPass, layouts_of
 from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
@@ -157,6 +158,7 @@ class HdpExecutor:
         forward_only: bool = False,
         num_sources: int = 1,
         ends_together: bool = False,
+        begins_together: bool = False,
         own_loss: OwnLoss | None = None,
         further_weights: Sequence[float] = (),
     ) -> RankOutcome:
@@ -170,6 +172,8 @@ class HdpExecutor:
             num_sources: of the data, by which losses are added up.
             ends_together: whether ``--overlap-grad-reduce`` may reduce inside of the last backward,
                 see `planner.lockstep.end_together`.
+            begins_together: whether ``--overlap-param-gather`` may gather inside of the first
+                forward, see `planner.lockstep.begin_together`; the same on all ranks.
             own_loss: in the place of the cross entropy; the model must have the fused loss.
             further_weights: of the sum of losses at each depth behind the label, if there are any.
 
@@ -188,6 +192,7 @@ class HdpExecutor:
         if not forward_only:
             self._reserve_host_memory(micro_batches)
         self.timeline.reset()
+        start_param_gather(self.chunks, begins_together)
         step = StepInProgress(num_sources, not forward_only, own_loss, tuple(further_weights))
         self._config.finalize_model_grads_func = partial(self._finalize, step, divisor)
         table = self._table(len(micro_batches))

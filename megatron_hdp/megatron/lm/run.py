@@ -22,7 +22,6 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
-from megatron.core.utils import get_model_config
 
 from megatron_hdp.data.mixture import SPLITS, Corpus, Position
 from megatron_hdp.megatron.execution import HdpExecutor
@@ -163,7 +162,6 @@ class LmRun:
             )
         first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         split = first.iterable.name
-        start_param_gather(model)
         steps = self._of_split(split, model)
         if split == "train" and not forward_only:
             self._begin_step(steps, model)
@@ -402,28 +400,3 @@ class _Split:
 
     def __next__(self) -> Any:
         raise TypeError("under hybrid data parallelism Megatron's loop must not draw data itself")
-
-
-def start_param_gather(chunks: Sequence[Any]) -> None:
-    """Starts to gather what the distributed optimizer has updated, with ``--overlap-param-gather``.
-
-    Megatron starts each bucket's gathering when the forward pass has got to the one before. Ranks
-    whose first micro-batches are in different rings would wait for each other: one in a ring for
-    the other's slice, that one for a bucket that the first has not got to. So all start here, where
-    no rank waits for a ring yet; the forward pass waits for each bucket where it needs it.
-    Megatron's schedule of virtual stages, which would start those of the next chunk, starts none.
-
-    DDP's hooks are off where its parameters are whole already; without DDP (``--skip-train``)
-    nothing is gathered.
-    """
-    get_model_config(chunks[0]).param_sync_func = None
-    for chunk in chunks:
-        if (
-            not getattr(chunk, "use_forward_hook", False)
-            or not chunk.remove_forward_pre_hook_handles
-        ):
-            continue
-        chunk.ddp_config.align_param_gather = True  # its hooks start no bucket
-        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            if not group.param_gather_dispatched:
-                group.start_param_sync()

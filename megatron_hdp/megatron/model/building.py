@@ -284,6 +284,7 @@ def _chunk(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,
         overlap_grad_reduce=arguments.overlap_grad_reduce,
+        overlap_param_gather=arguments.overlap_param_gather,
         use_distributed_optimizer=arguments.use_distributed_optimizer,
         bucket_size=arguments.ddp_bucket_size,
     )

@@ -37,6 +37,7 @@ def build_optimizer(
         bf16=arguments.bf16,
         params_dtype=model_dtype(arguments),
         use_distributed_optimizer=arguments.use_distributed_optimizer,
+        overlap_param_gather=arguments.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, chunks)
     gather_whole_states(optimizer)

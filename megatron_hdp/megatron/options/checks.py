@@ -68,6 +68,11 @@ def check_parallel(args: TrainingArguments) -> None:
     _check_virtual_stages(args, split)
     _check_units(args, split)
     check_layout(args)
+    needed = (args.use_distributed_optimizer, args.overlap_grad_reduce)
+    if args.overlap_param_gather and not all(needed):
+        raise no_effect(
+            "--overlap-param-gather", "--use-distributed-optimizer --overlap-grad-reduce"
+        )
 
 
 _VIRTUAL = (

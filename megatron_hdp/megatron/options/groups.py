@@ -149,6 +149,11 @@ class ParallelOptions:
         False, help="Shard the optimizer state over ranks (ZeRO-1)."
     )
     overlap_grad_reduce: bool = option(False, help="Reduce gradients while the backward pass runs.")
+    overlap_param_gather: bool = option(
+        False,
+        help="Gather updated parameters while the forward pass runs. Needs "
+        "--use-distributed-optimizer and --overlap-grad-reduce.",
+    )
     ddp_bucket_size: int | None = option(
         None,
         minimum=1,

@@ -203,6 +203,7 @@ class HdpSteps:
             forward_only,
             len(self.corpus.sources),
             step.share.ends_together,
+            step.share.begins_together,
             further_weights=weights,
         )
         self._gradient_norms = outcome.gradient_norms

@@ -8,5 +8,14 @@ Design: `docs/design/gpu.md`.
 
 from megatron_hdp.runtime.cuda.device import Run, compute_capability, pci_address, run_of
 from megatron_hdp.runtime.cuda.preparation import describe, prepare
+from megatron_hdp.runtime.cuda.settings import has_one_queue
 
-__all__ = ["Run", "compute_capability", "describe", "pci_address", "prepare", "run_of"]
+__all__ = [
+    "Run",
+    "compute_capability",
+    "describe",
+    "has_one_queue",
+    "pci_address",
+    "prepare",
+    "run_of",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ def allocator(run: Run) -> Wish | None:
     why = "micro-batches have sizes of their own, and blocks of old sizes would stay behind"
     has_rings = run.capability is not None and run.hybrid_data_parallel
     return Wish((MEMORY, OTHER_MEMORY), f"{_SEGMENTS}:True", why) if has_rings else None
+
+
+def has_one_queue(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether CUDA runs all streams of this process in the order of launches."""
+    return environment.get(CONNECTIONS) == "1"
 
 
 SETTINGS: dict[str, Callable[[Run], Wish | None]] = {

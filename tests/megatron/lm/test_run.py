@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_hdp.megatron.lm import replacements
-from megatron_hdp.megatron.lm.run import LmRun, RouterLosses, start_param_gather
+from megatron_hdp.megatron.lm.run import LmRun, RouterLosses
 from megatron_hdp.megatron.lm.validation_sets import ValidationSets
 from megatron_hdp.megatron.model import HdpRouter
 from megatron_hdp.megatron.step import EvaluationLoss
@@ -131,51 +131,6 @@ def test_an_evaluation_is_taken_once(run):
         run._add_validation(REPORT)
     assert run.take_evaluation().loss == pytest.approx(REPORT.loss)
     assert run.take_evaluation() is None
-
-
-class Group:
-    def __init__(self, dispatched):
-        self.param_gather_dispatched = dispatched
-        self.num_started = 0
-
-    def start_param_sync(self):
-        self.num_started += 1
-
-
-def ddp_model(groups, **changed):
-    values = {
-        "use_forward_hook": True,
-        "remove_forward_pre_hook_handles": {"a module": "a handle"},
-        "bucket_groups": groups[:2],
-        "expert_parallel_bucket_groups": groups[2:],
-        "config": SimpleNamespace(param_sync_func="Megatron's"),
-        "ddp_config": SimpleNamespace(align_param_gather=False),
-    }
-    return SimpleNamespace(**values | changed)
-
-
-@pytest.mark.parametrize(
-    ("changed", "started"),
-    [
-        ({}, [1, 0, 1]),  # an evaluation gathered the second
-        ({"use_forward_hook": False}, [0, 0, 0]),
-        ({"remove_forward_pre_hook_handles": {}}, [0, 0, 0]),
-    ],
-    ids=["overlap", "no-overlap", "parameters-are-whole"],
-)
-def test_every_bucket_starts_once_those_of_experts_too_if_one_would_wait(changed, started):
-    groups = [Group(False), Group(True), Group(False)]
-    start_param_gather([ddp_model(groups, **changed)])
-    assert [group.num_started for group in groups] == started
-
-
-def test_all_chunks_start_here_and_nowhere_else():
-    groups = [Group(False), Group(False)]
-    chunks = [ddp_model([group]) for group in groups]
-    start_param_gather(chunks)
-    assert [group.num_started for group in groups] == [1, 1]
-    assert chunks[0].config.param_sync_func is None  # the schedule's
-    assert all(chunk.ddp_config.align_param_gather for chunk in chunks)  # the hooks'
 
 
 def test_routers_of_all_model_chunks_forget_what_they_noted():
