@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch._dynamo
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -148,6 +151,7 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     job = job_of(arguments, num_gpus, vocab_size)
     kept = None if arguments.hdp_offload == "off" else _kept_bytes_per_token(arguments, executor)
     cost_model = cost_model_of_job(arguments, job, kept, nccl_of_rings(arguments))
+    cost_model = _on_nodes(cost_model, place)
     if cost_model.warning:
         say(cost_model.warning)
     if not isinstance(executor.attention, AttentionByLatent):
@@ -161,6 +165,22 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
         )
     )
     return ways.latent  # where keys and values travel, that takes less
+
+
+def _on_nodes(cost_model: CostModel, place: RankPlace) -> CostModel:
+    """The cost model of HDP ranks that lie apart: of several stages, by --use-tp-pp-dp-mapping.
+
+    A node then holds fewer of them than its GPUs by the tensor ranks, which is what it says.
+    """
+    first, *others = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    apart = others[0] - first if others else place.num_tensor_ranks
+    if apart <= place.num_tensor_ranks:
+        return cost_model
+    known = cost_model.ranks_per_node
+    gpus = int(os.environ.get("LOCAL_WORLD_SIZE", known * place.num_tensor_ranks))
+    per_node = min(known, max(1, gpus // apart))
+    say(f"neighbouring HDP ranks are {apart} GPUs apart: plans count {per_node} of them a node")
+    return replace(cost_model, ranks_per_node=per_node)
 
 
 def _kept_bytes_per_token(arguments: TrainingArguments, executor: HdpExecutor) -> float:

@@ -221,7 +221,8 @@ def test_what_is_answered_arrives_as_it_was_sent_and_no_larger_than_its_shares()
     shares = [one.share for one in steps]
     answer = Answer(3, steps[0].totals, shares, serving, {"pages": 2, "böcker": 1})
     message = pickle.dumps(answer, protocol=5)
-    arrays = [array for one in shares for array in vars(one).values() if isinstance(array, np.ndarray)]
+    values = [value for one in shares for value in vars(one).values()]
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
     assert len(message) < sum(one.nbytes for one in arrays)
     found = pickle.loads(message)
     assert replace(found, shares=[]) == replace(answer, shares=[])

@@ -1,13 +1,16 @@
 """Before the first step: what attention is asked for, the same on all ranks; long steps."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.megatron.step import preparation, setup
@@ -168,3 +171,25 @@ def test_a_rank_is_bound_to_its_gpus_node_before_anything_else(monkeypatch, is_b
         setup.build_executor(replace(ARGUMENTS, hdp_numa_binding=is_bound), [], mock.Mock())
     assert bind.mock_calls == [mock.call("0000:03:00.0", 8)] * is_bound
     assert said.mock_calls == [mock.call("CPUs: bound")] * is_bound
+
+
+def ranks_per_node(known, settings, mapping):
+    """Body of a rank: of a node, as its run plans."""
+    make = parallel_state.initialize_model_parallel
+    if mapping:  # Megatron's --use-tp-pp-dp-mapping
+        make = partial(make, order="tp-cp-ep-pp-dp")
+    with mock.patch.object(parallel_state, "initialize_model_parallel", make):
+        parallel.initialise(arguments := tiny_arguments(None, **settings))
+    model = CostModel(a=1.0, b=1.0, kv_bytes_per_token=1, ranks_per_node=known)
+    return setup._on_nodes(model, parallel.rank_place(arguments)).ranks_per_node
+
+
+@pytest.mark.parametrize(
+    ("stages", "mapping", "known", "expected"),
+    [(2, True, 4, 2), (2, False, 4, 4), (2, True, 1, 1), (1, True, 4, 4)],
+    ids=["apart", "adjacent", "known-already", "no-stages"],
+)
+def test_hdp_ranks_that_lie_apart_share_fewer_nodes(run_ranks, stages, mapping, known, expected):
+    """The four ranks of the job are one node's."""
+    settings = {"pipeline_model_parallel_size": stages}
+    assert run_ranks(4, ranks_per_node, known, settings, mapping) == [expected] * 4
