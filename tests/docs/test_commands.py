@@ -162,8 +162,8 @@ def test_training_commands_train(run_ranks, folder):
     """On ranks, one after the other, smaller: layouts share a curve, a resumed run goes on."""
     *of_train, of_its_own = sorted(shown("train"), key=lambda one: "tiny-cpu" not in one.text)
     runs = [trained(command, folder, run_ranks) for command in of_train]
-    plain, pipelined, saving, resumed = (dict(run) for run in runs)
-    for other in (pipelined, saving):
+    online, plain, pipelined, saving, resumed = (dict(run) for run in runs)
+    for other in (online, pipelined, saving):
         assert other == pytest.approx(plain, rel=1e-5)
     assert list(plain) == [1, 2]
     assert list(resumed) == [3, 4]
