@@ -380,7 +380,7 @@ def work_of(
         # which make up (c - 1) / 2 of a micro-batch for each of c parts
         parts = plan.num_parts[run].astype(np.float64)
         fixed = parts * fixed + (parts - 1) * degrees * block_s(cost_model, stages)
-        linear += cost_model.merge_b * degrees * tokens / degrees * (1 - 1 / parts)
+        linear += cost_model.merge_b * tokens * (1 - 1 / parts)
         sent, hops_s = sent * (parts + 1) / 2, hops_s * (2 * parts - 1)
     return MemberWork(
         members=members,

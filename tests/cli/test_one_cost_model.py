@@ -78,6 +78,7 @@ def in_training(arguments, job, monkeypatch):
         activation_bytes_per_token=lambda: kept_after_forward(job),
     )
     monkeypatch.setattr(setup, "over_all_ranks", lambda sums, *_: sums)
+    monkeypatch.setattr(setup, "_on_nodes", lambda cost_model, _: cost_model)  # needs the groups
     return setup.cost_model_of(arguments, executor)
 
 
