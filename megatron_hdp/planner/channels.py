@@ -50,7 +50,7 @@ class Nccl:
     is_widened: bool
     """Whether their communicator asks for more channels (`runtime.ring.nccl_channels`)."""
     max_ctas: int
-    """``--hdp-ring-max-ctas``."""
+    """Blocks of the GPU that its messages may take; 0: its own default."""
 
     @classmethod
     def installed(cls, max_ctas: int, environment: Mapping[str, str] = os.environ) -> Self | None:

@@ -15,7 +15,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_hdp.megatron.checkpoint.checksums import Inventory
-from megatron_hdp.megatron.checkpoint.unpickling import METADATA, ForeignClass, read_list
+from megatron_hdp.megatron.checkpoint.named_classes import METADATA, ForeignClass
+from megatron_hdp.megatron.checkpoint.unpickling import read_list
 
 _COMMON, _CONFIG = "common.pt", "metadata.json"
 _COMMON_KEY = "common_state"

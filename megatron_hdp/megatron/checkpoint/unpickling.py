@@ -21,35 +21,9 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-METADATA = ".metadata"
-_TORCHS = "torch.distributed.checkpoint"
-_KNOWN = {
-    f"{_TORCHS}.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-    },
-    f"{_TORCHS}.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    f"{_TORCHS}.planner": {  # Megatron adds who has written what
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
-    },
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},  # by its name
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
-}
+from megatron_hdp.megatron.checkpoint.named_classes import METADATA, ForeignClass, require_known
+
 _NAMED_BY_TORCH = re.compile(r"GLOBAL (\S+)")
-
-
-class ForeignClass(ValueError):
-    """A file of a checkpoint asks for something that may run code."""
-
-    def __init__(self, where: Path, name: str) -> None:
-        super().__init__(
-            f"{where}: found {name}, which may run code, expected data alone, as torch and "
-            "Megatron write it: load no checkpoint of somebody whom you do not trust"
-        )
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -60,8 +34,7 @@ class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if name not in _KNOWN.get(module, ()):
-            raise ForeignClass(self._where, f"{module}.{name}")
+        require_known(self._where, module, name)
         return super().find_class(module, name)
 
 
