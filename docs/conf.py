@@ -35,7 +35,7 @@ toc_object_entries = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!megatron_hdp\.).*"),  # other packages
-    ("py:.*", r".*\._\w+(\.\w+)?|.*\.(T|Key|Item)"),  # private names and type variables
+    ("py:.*", r".*\._\w+(\.\w+)?|.*\.(T|R|F|Key|Item)"),  # private names and type variables
 ]
 
 autodoc_member_order = "bysource"
