@@ -87,6 +87,11 @@ class _Run:
         self._made: list[tuple[torch.Tensor | None, torch.Tensor]] = []
         """Input and output of each part."""
 
+    @property
+    def _stages(self) -> StreamedComm:
+        assert self._how.pipeline is not None, "a model of one stage receives and sends nothing"
+        return self._how.pipeline
+
     def forward(self) -> torch.Tensor:
         """The sum of the loss on the last stage, else a placeholder of the output."""
         how, place = self._how, self._how.model_pass.place
@@ -94,8 +99,7 @@ class _Run:
         for layout, tensors in zip(self._layouts, self._tensors, strict=True):
             received = None
             if not place.is_first_stage:
-                assert how.pipeline is not None, "several stages"
-                received = how.pipeline.activations.receive()
+                received = self._stages.activations.receive()
                 received.requires_grad_(torch.is_grad_enabled())
                 get_attr_wrapped_model(self._model, "set_input_tensor")([received])
             output, loss_of = how.model_pass(
@@ -106,15 +110,13 @@ class _Run:
                 output, _, _ = loss_of(output)
                 losses.append(output.detach())
             else:
-                assert how.pipeline is not None, "several stages"
-                how.pipeline.activations.send(output)
+                self._stages.activations.send(output)
                 deallocate_output_tensor(output, how.config.deallocate_pipeline_outputs)
             if torch.is_grad_enabled():
                 self._made.append((received, output))
         self._tensors = []
         if not place.is_last_stage:
-            assert how.pipeline is not None, "several stages"
-            return how.pipeline.placeholder()
+            return self._stages.placeholder()
         total = torch.stack(losses).sum()
         noted = self._step.losses
         noted[-len(losses) :] = [torch.stack(noted[-len(losses) :]).sum()]
@@ -127,16 +129,15 @@ class _Run:
         while self._made:
             received, output = self._made.pop()
             if not place.is_last_stage:
-                assert how.pipeline is not None, "several stages"
-                gradient = how.pipeline.gradients.receive()
+                gradient = self._stages.gradients.receive()
             with how.grad_sync.held_back(bool(self._made)):
                 if how.config.deallocate_pipeline_outputs:
                     custom_backward(output, gradient)
                 else:
                     torch.autograd.backward(output, gradient)
             if received is not None:
-                assert how.pipeline is not None and received.grad is not None, "it was an input"
-                how.pipeline.gradients.send(received.grad)
+                assert received.grad is not None, "it was an input"
+                self._stages.gradients.send(received.grad)
         if len(noted) > before:  # of the micro-batch, not of its parts
             noted[before:] = [torch.linalg.vector_norm(torch.stack(noted[before:]))]
 
