@@ -1,5 +1,7 @@
 """Micro-batches in parts: where they are cut, and how pipelines run them, by workers that block."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import (
     RankLists,
     longest_paths,
+    pipeline_schedule,
     waits_of_parts,
 )
 from tests.planner.blocking import one_forward_one_backward
@@ -146,6 +149,15 @@ class Drawn:
 def test_pipelines_end_when_the_evaluation_says_so(lengths, ranks, stages, seed):
     drawn = Drawn(lengths, ranks, stages, seed)
     assert drawn.run() == pytest.approx(drawn.expected_s(), rel=1e-12)
+
+
+def test_the_pass_of_one_micro_batch_is_known_to_the_part():
+    """Each stage begins a part behind the one that feeds it; backward with the last part."""
+    made = random_plan(np.array([40]), ranks=1, tokens_per_rank=64)
+    made = replace(made, num_parts=[4], linear_tokens=9.0)
+    found = pipeline_schedule(made, np.array([24.0]), Pipeline(2))  # a part takes 1 and 2 seconds
+    assert found.forward_start_s.tolist() == [[0.0], [1.0]]
+    assert found.backward_start_s.tolist() == [[7.0], [5.0]] and found.makespan_s == 15.0
 
 
 def test_rings_that_take_parts_in_another_order_hang():
