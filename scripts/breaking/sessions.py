@@ -55,7 +55,7 @@ def models_given_back(folder: Path) -> Iterator[Try]:
 def offload_beside_recomputation(folder: Path) -> Iterator[Try]:
     """The bits of a step without offload, whichever modules are recomputed."""
     from tests.gradient_equivalence.case import plans_of
-    from tests.gradient_equivalence.cases import OFFLOAD
+    from tests.gradient_equivalence.offloaded import OFFLOAD
     from tests.gradient_equivalence.test_gradients import TOLERANCE, with_and_without_offload
 
     def is_exact(found: Any) -> bool:

@@ -2,7 +2,8 @@
 
 A row's gradients after one HDP step, under plans of strategies and plans that none would make,
 equal those of one rank that saw the whole batch (`test_gradients.py`); with offload they have the
-bits of a step without. A new feature is a row. `QUICK` says which rows the default suite runs.
+bits of a step without (`offloaded.py`). A new feature is a row. `QUICK` says which rows the default
+suite runs.
 """
 
 from functools import partial
@@ -16,8 +17,6 @@ from tests.gradient_equivalence.case import (
     TP2_SP,
     Case,
     Published,
-    Settings,
-    emptied_outputs,
     joined,
     mixed,
     never_had_chat,
@@ -26,39 +25,32 @@ from tests.gradient_equivalence.case import (
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
 from tests.gradient_equivalence.on_gpus import on_gpus
+from tests.gradient_equivalence.parted import parted
+from tests.gradient_equivalence.settings import (
+    ALONE,
+    BLOCK,
+    GQA,
+    LONG,
+    MHA,
+    MQA,
+    MTP,
+    OFF_BY_ONE,
+    PARTS,
+    PP4,
+    RECOMPUTE,
+    SELECTIVE,
+    SHARDED,
+    SHARED_EXPERTS,
+    SHORT,
+    SINK,
+    TIED,
+    every,
+    layers,
+    virtual,
+)
 from tests.gradient_equivalence.taken_over import configured, taken_over
 from tests.support.gradients import EXPERTS
 from tests.support.mla import MLA
-
-PP4 = {"pipeline_model_parallel_size": 4}
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
-SELECTIVE = {"recompute_granularity": "selective"}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"}
-RECOMPUTE |= {"recompute_num_layers": 1}
-BLOCK = RECOMPUTE | {"recompute_method": "block"}
-EVERY_MODULE = ("core_attn", "layernorm", "mlp", "shared_experts")
-TIED = {"untie_embeddings_and_output_weights": False}
-NO_BIAS = {"add_bias_linear": False}
-ALONE = {"hdp_tokens_per_rank": 200}  # every sequence fits one rank
-GQA: Settings = {}
-MHA = {"num_query_groups": 4, "normalization": "LayerNorm", "swiglu": False} | TIED
-MQA = {"num_query_groups": 1, "qk_layernorm": True, "add_qkv_bias": True}
-MQA |= {"add_bias_linear": False, "rotary_percent": 0.5}
-
-
-def layers(number: int) -> Settings:
-    return {"num_layers": number}
-
-
-def recomputing(*modules: str) -> Settings:
-    """Selective recomputation of these modules."""
-    return SELECTIVE | {"recompute_modules": modules}
-
-
-def virtual(chunks: int, stages: int = 2) -> Settings:
-    """Virtual stages with a layer each."""
-    more = {"num_virtual_stages_per_pipeline_rank": chunks, "num_layers": stages * chunks}
-    return more | {"pipeline_model_parallel_size": stages}
 
 
 def _dense() -> dict[str, Case]:
@@ -100,13 +92,6 @@ def _dense() -> dict[str, Case]:
         "corrupt-alone": Case(1, ALONE, ("naive",), corrupt=(4, 7)),
         "corrupt": Case(3, ALONE, ("naive",), corrupt=(4, 7)),
     }
-    for name, ranks, settings in (
-        *(("pp2", 4, PP2), ("pp2-tp2-sp", 8, joined(MHA, PP2, TP2_SP))),
-        ("pp2-overlap-recompute", 4, joined(PP2, SHARDED, RECOMPUTE)),
-        ("pp4-mqa", 8, joined(MQA, PP4, layers(4))),
-    ):
-        parts = settings | {"hdp_sequence_parts": 5}
-        rows[f"parts/{name}"] = Case(ranks, parts, (), 4, LENGTHS * 2)
     return rows | {
         f"many-plans-v{chunks}": Case(4, virtual(chunks), (), 10, LENGTHS * 2) for chunks in (2, 3)
     }
@@ -145,16 +130,6 @@ def _positions() -> dict[str, Case]:
     }
 
 
-SINK = {"softmax_type": "learnable"}
-OFF_BY_ONE = {"softmax_type": "off-by-one"}
-SHORT = {"window_size": "9,0"}  # shorter than chunks of most plans
-LONG = {"window_size": "70,0"}  # over several of them
-
-
-def every(pattern: str) -> Settings:
-    return {"window_attn_skip_freq": pattern}
-
-
 def _windows() -> dict[str, Case]:
     two = ("static", "pp-balance")
     v2 = joined(virtual(2), RECOMPUTE, SHARDED)
@@ -189,7 +164,6 @@ def _configured() -> dict[str, Case]:
     return {name: Case(ranks, more, around=around) for name, (ranks, more, around) in rows.items()}
 
 
-MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 BIASED_EXPERTS = EXPERTS | {
     "moe_layer_freq": "[0,1]",
     "moe_shared_expert_intermediate_size": 10,
@@ -249,9 +223,6 @@ def _latent_attention() -> dict[str, Case]:
     }
 
 
-PARTS = "pipeline_model_parallel_layout"
-
-
 def _uneven_stages() -> dict[str, Case]:
     two = ("static", "pp-balance")
     loss = {"account_for_loss_in_pipeline_split": True}
@@ -290,7 +261,6 @@ SIGMOID = {
     "moe_router_enable_expert_bias": True,
 }
 GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-SHARED = {"moe_shared_expert_intermediate_size": 20}
 DENSE_FIRST = {"num_layers": 3, "moe_layer_freq": "[0]+[1]*2"}
 GPT_OSS = {
     "add_bias_linear": True,
@@ -300,9 +270,9 @@ GPT_OSS = {
     "glu_linear_offset": 1.0,
 }
 EXPERT_MODELS = {
-    "deepseek": GROUPS | SHARED | DENSE_FIRST,
-    "glm": SIGMOID | SHARED | DENSE_FIRST,
-    "qwen2-moe": SHARED | {"moe_shared_expert_gate": True},
+    "deepseek": GROUPS | SHARED_EXPERTS | DENSE_FIRST,
+    "glm": SIGMOID | SHARED_EXPERTS | DENSE_FIRST,
+    "qwen2-moe": SHARED_EXPERTS | {"moe_shared_expert_gate": True},
     "gpt-oss": GPT_OSS,
     "alternating": {"num_layers": 5, "moe_layer_freq": "2"},
 }
@@ -427,7 +397,7 @@ CASES: dict[str, Case] = {
     name: case
     for rows in (
         *(_dense(), _positions(), _windows(), _configured(), _mtp(), _latent_attention()),
-        *(_uneven_stages(), _experts(), on_gpus(), _fused_loss(), _data(), _published()),
+        *(_uneven_stages(), _experts(), on_gpus(), _fused_loss(), _data(), _published(), parted()),
     )
     for name, case in rows.items()
 }
@@ -448,53 +418,3 @@ QUICK = {  # each model, layout and feature once; the other rows are slow
     *("mixture-rings", "mixture-split", "on-the-fly", "mixture-lost-source-pp2"),
     "gpt-oss-20b-rings",
 }
-
-
-def _offload() -> dict[str, Case]:
-    four, v2 = layers(4), {"num_virtual_stages_per_pipeline_rank": 2}
-    dense_first = {"moe_layer_freq": "[0]+[1]*3", "moe_router_score_function": "sigmoid"}
-    dense_first, kv = dense_first | SHARED | ACROSS, {"hdp_mla_ring": "kv"}
-    windowed, latent = SINK | every("2") | four, MLA | four | {"hdp_mla_ring": "latent"}
-    rows = {
-        "plain": (3, four),
-        "distributed-optimizer": (3, four | SHARDED),
-        "selective-recompute": (2, four | SELECTIVE),
-        "full-recompute": (2, four | RECOMPUTE),
-        "layernorm-mlp": (2, joined(four, MHA, NO_BIAS, recomputing("mlp", "layernorm"))),
-        "layernorm-tp2-sp": (4, joined(four, TP2_SP, recomputing("layernorm", "core_attn"))),
-        "layernorm-experts": (2, joined(EXPERTS, four, dense_first, recomputing("layernorm"))),
-        "every-module": (2, joined(EXPERTS, four, dense_first, recomputing(*EVERY_MODULE))),
-        "layernorm-pp2-virtual": (4, joined(layers(8), PP2, v2, recomputing("layernorm"))),
-        "layernorm-mtp": (2, joined(four, MTP, recomputing("layernorm"))),
-        "mla-latent-layernorm": (2, joined(latent, recomputing("layernorm"))),
-        "mla-kv-every-module": (2, joined(EXPERTS, latent, kv, SHARED, recomputing(*EVERY_MODULE))),
-        "tp2-sp": (4, four | TP2_SP),
-        "pp2": (4, layers(8) | PP2),
-        "pp2-virtual": (4, layers(8) | PP2 | v2),
-        "pp2-virtual-full-recompute": (4, joined(layers(8), PP2, v2, RECOMPUTE)),
-        "pp2-full-recompute": (4, joined(layers(8), PP2, RECOMPUTE)),
-        "experts": (2, joined(EXPERTS, four, ACROSS)),
-        "experts-of-todays-models": (2, joined(EXPERTS, four, dense_first)),
-        "window-short": (2, SHORT | windowed),
-        "window-long": (2, LONG | windowed),
-        "mla-latent": (2, latent),
-        "mla-kv": (2, latent | kv),
-        "mla-latent-tp2-sp": (4, latent | TP2_SP),
-        "mla-latent-experts": (2, EXPERTS | latent),
-        "uneven": (4, joined(layers(7), PP2, {PARTS: "Et*3|t*4L"})),
-        "uneven-virtual": (4, joined(layers(8), PP2, {PARTS: "E|tt|t*4|tt,L"})),
-        "uneven-recompute": (4, joined(layers(8), PP2, RECOMPUTE, {PARTS: "Et*3|t*5L"})),
-    }
-    cases = {
-        name: Case(ranks, settings, around=emptied_outputs)
-        for name, (ranks, settings) in rows.items()
-    }
-    grouped, around = joined(EXPERTS, four, ACROSS), grouped_experts(GroupedLinear)
-    for name, modules in {"moe-act": (), "every-module": EVERY_MODULE}.items():
-        settings = grouped | recomputing("moe_act", *modules)
-        cases[f"grouped-{name}"] = Case(2, settings, around=around)
-    return cases
-
-
-OFFLOAD = _offload()
-QUICK_OFFLOAD = {"full-recompute", "pp2-virtual", "grouped-every-module", "mla-latent"}

@@ -19,27 +19,19 @@ from megatron_hdp.runtime.kernels import Block
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm
 from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.latent import _Projection
-from tests.gradient_equivalence.case import Case, mixed, never_had_chat
+from tests.gradient_equivalence.case import ACROSS, PP2, TP2_SP, Case, mixed, never_had_chat
 from tests.gradient_equivalence.cases import (
-    ACROSS,
-    ALONE,
     CASES,
     EXPERT_MODELS,
     FUSED,
     FUSED_LENGTHS,
-    MTP,
     PADDED_TP2,
     PADDED_TP2_SP,
-    PP2,
-    SHORT,
-    TIED,
-    TP2_SP,
     UNEVEN,
     YARN,
-    layers,
-    virtual,
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
+from tests.gradient_equivalence.settings import ALONE, MTP, SHORT, TIED, layers, virtual
 from tests.gradient_equivalence.taken_over import taken_over
 from tests.support.fake_deep_ep import Buffer
 from tests.support.gradients import EXPERTS

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.planner import plan
-from tests.gradient_equivalence.case import Case, mixed, plans_of
-from tests.gradient_equivalence.cases import ACROSS, CASES, OFFLOAD, QUICK, QUICK_OFFLOAD, SMOKE
+from tests.gradient_equivalence.case import ACROSS, Case, mixed, plans_of
+from tests.gradient_equivalence.cases import CASES, QUICK, SMOKE
 from tests.gradient_equivalence.faults import FAILING, FAULTS
+from tests.gradient_equivalence.offloaded import OFFLOAD, QUICK_OFFLOAD
 from tests.support import gradients
 from tests.support.fused_wgrad import accumulating
 from tests.support.gradients import (

@@ -10,8 +10,8 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron_hdp.megatron import parallel
 from megatron_hdp.planner.lockstep import end_together, slots
 from megatron_hdp.runtime.timeline import Timeline
-from tests.gradient_equivalence.case import LENGTHS, ROOM
-from tests.gradient_equivalence.cases import ACROSS, PP2, virtual
+from tests.gradient_equivalence.case import ACROSS, LENGTHS, PP2, ROOM
+from tests.gradient_equivalence.settings import virtual
 from tests.support.drawn import first_rows
 from tests.support.gradients import (
     hdp_steps_of,

@@ -32,8 +32,8 @@ from megatron_hdp.planner.memory.activations import (
 )
 from megatron_hdp.planner.memory.gpu import stage_memory
 from megatron_hdp.runtime.timeline import Timeline
-from tests.gradient_equivalence.case import emptied_outputs
-from tests.gradient_equivalence.cases import RECOMPUTE, SELECTIVE, TP2_SP, recomputing
+from tests.gradient_equivalence.case import TP2_SP, emptied_outputs
+from tests.gradient_equivalence.settings import RECOMPUTE, SELECTIVE, recomputing
 from tests.support.gradients import VOCABULARY, moe_arguments, tiny_arguments, write_corpus
 from tests.support.mla import MLA
 

@@ -10,9 +10,10 @@ from megatron.core import parallel_state
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from tests.gradient_equivalence import case
-from tests.gradient_equivalence.case import LENGTHS, ROOM, Case
-from tests.gradient_equivalence.cases import ACROSS, EXPERT_MODELS, RECOMPUTE, TENSOR, UNEVEN
+from tests.gradient_equivalence.case import ACROSS, LENGTHS, ROOM, Case
+from tests.gradient_equivalence.cases import EXPERT_MODELS, TENSOR, UNEVEN
 from tests.gradient_equivalence.faults import seen_with_padding
+from tests.gradient_equivalence.settings import RECOMPUTE
 from tests.support.gradients import (
     VOCABULARY,
     drawn_sequences,

@@ -12,7 +12,7 @@ from megatron_hdp.megatron.model import building, fused_loss
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
 from tests.gradient_equivalence.cases import FUSED_LENGTHS as LENGTHS
-from tests.gradient_equivalence.cases import TIED
+from tests.gradient_equivalence.settings import TIED
 from tests.support.gradients import VOCABULARY, tiny_arguments, write_corpus
 from tests.support.largest_tensor import LargestTensor
 

@@ -15,7 +15,8 @@ from megatron_hdp.options.hdp import ONLINE
 from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.health import DisagreementError
 from megatron_hdp.training.loop import pretrain
-from tests.gradient_equivalence.cases import ACROSS, PP2, TP2, virtual
+from tests.gradient_equivalence.case import ACROSS, PP2, TP2
+from tests.gradient_equivalence.settings import virtual
 from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
 from tests.support.ranks import RankError
 from tests.support.sources import WEIGHTS, data_file, mixed_arguments, write_sources

@@ -18,7 +18,7 @@ from megatron_hdp.planner import CostModel, make_plan
 from megatron_hdp.runtime.offload.host_pool import HostPool
 from megatron_hdp.runtime.timeline import Timeline
 from tests.gradient_equivalence.case import LENGTHS, ROOM
-from tests.gradient_equivalence.cases import PARTS
+from tests.gradient_equivalence.settings import PARTS
 from tests.support.gradients import (
     VOCABULARY,
     hdp_step,
