@@ -31,6 +31,11 @@ With s the tokens of a sequence and D the ranks that share it:
   all of them, as the other coefficients do
 - a rank of speed v takes 1/v of the time for all of this except traffic
 - the members of a ring start together and take the time of the slowest
+- a micro-batch in c parts (`planner.parts`) costs g, its blocks and its halo for each part; a block
+  a step and a merged result for each part but the first, for keys of earlier parts; and each part's
+  ring has its D - 1 hops in each pass, which carry the part's keys and those of earlier parts of
+  its first sequence, or as much as ``query_ratio`` times the keys of its own tokens: its queries
+  and what they find; a part's own attention hides them
 - with P pipeline stages a micro-batch takes 1/P of its time on each stage, one third of it forward,
   two thirds backward
 - a token's activations take ``activation_bytes_per_token`` on a rank; with offload ratio r and L
@@ -58,6 +63,9 @@ from megatron_hdp.planner.json_fields import read_fields
 # without attention scores (arXiv 2205.05198, section 4.1).
 _ACTIVATION_BYTES = 34
 
+# What `from_model_shape` takes queries to be.
+_VALUE_BYTES, _HEAD_CHANNELS = 2, 128
+
 _MAY_BE_ZERO = (
     "a",
     "b",
@@ -72,6 +80,7 @@ _MAY_BE_ZERO = (
     "merge_b",
     "window_share",
     "halo_bytes",
+    "query_ratio",
     "runtime_bytes",
 )
 
@@ -145,6 +154,9 @@ class CostModel:
     """The share of ``a`` that belongs to these layers."""
     halo_bytes: float = 0.0
     """Bytes that a member of a ring sends in them, forward and backward, whatever it holds."""
+    query_ratio: float = 0.0
+    """What goes around for a token if queries travel in place of keys, per what goes around for its
+    keys and values (`query_ratio_of`); 0: not known, so that keys travel."""
     runtime_bytes: float = 0.0
     """Bytes of a GPU that PyTorch does not count, as measured: CUDA, libraries, NCCL; 0: not
     known. ``check`` counts with them, plans do not."""
@@ -316,6 +328,13 @@ class CostModel:
             "kv_bytes_per_token": kv_bytes_per_token,
             "activation_bytes_per_token": _ACTIVATION_BYTES * num_layers * hidden_size,
             "num_layers": num_layers,
+            "query_ratio": query_ratio_of(
+                kv_bytes_per_token / _VALUE_BYTES,
+                num_layers * hidden_size,
+                num_layers * hidden_size,
+                num_layers * hidden_size / _HEAD_CHANNELS,
+                _VALUE_BYTES,
+            ),
         }
         return cls(**fields | others)
 
@@ -362,6 +381,31 @@ class CostModel:
     def to_json(self) -> bytes:
         """The JSON object that ``from_json`` reads."""
         return orjson.dumps(dataclasses.asdict(self), option=orjson.OPT_INDENT_2)
+
+
+def query_ratio_of(
+    kv_size: float, query_size: float, output_size: float, num_heads: float, value_bytes: int
+) -> float:
+    """Bytes of a token that go around if queries travel, per those if keys and values do.
+
+    Forward and backward. Keys and values go around twice, and their gradients in float32. Queries
+    go around twice and the gradient of the output once; the output and the gradient of queries in
+    float32, with two more numbers a head.
+
+    Args:
+        kv_size: values of a token's keys and values.
+        query_size: values of its queries.
+        output_size: values of what attention gives.
+        num_heads: of queries.
+        value_bytes: bytes of a value that travels.
+
+    Returns:
+        0 if there are no keys and values.
+    """
+    keys = kv_size * (2 * value_bytes + 4)
+    queries = (2 * query_size + output_size) * value_bytes
+    queries += 4 * (query_size + output_size + 2 * num_heads)
+    return queries / keys if keys else 0.0
 
 
 def _number(name: str, value: Any, *, zero_allowed: bool) -> float:

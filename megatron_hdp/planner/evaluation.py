@@ -30,6 +30,7 @@ from megatron_hdp.planner.bounds import (
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import counts_of, owners_of, pieces, span_of
+from megatron_hdp.planner.parts import part_sizes, traffic_tokens
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import PipelineSchedule, pipeline_schedule
 from megatron_hdp.planner.types import Plan
@@ -304,6 +305,9 @@ def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_
         of_micro_batches = work.degrees, work.transfer_s, work.hop_s
         degrees, transfer, hop = (np.repeat(each, work.num_members) for each in of_micro_batches)
         exposed = exposed_s(degrees, transfer, hop, work.attention_s)
+        ring_bytes = work.ring_bytes
+        if plan.num_parts is not None:
+            ring_bytes = _go_in_parts(plan, cost_model, run, work, exposed)
         own_s = work.attention_s + work.linear_s + exposed + work.local_s + work.fixed_s
         yield _Times(
             run=run,
@@ -312,12 +316,40 @@ def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_
             local_s=work.local_s,
             exposed_s=np.maximum.reduceat(exposed, work.first_members),
             duration_s=np.maximum.reduceat(own_s, work.first_members),
-            ring_bytes=work.ring_bytes,
+            ring_bytes=ring_bytes,
         )
 
 
+def _go_in_parts(
+    plan: Plan, cost_model: CostModel, run: slice, work: "MemberWork", exposed: Float64Array
+) -> Float64Array:
+    """Puts what the rings of micro-batches in parts expose into ``exposed``; what each sends."""
+    ring_bytes = work.ring_bytes.copy()
+    for m in np.flatnonzero((plan.parts_of_each[run] > 1) & (work.num_members > 1)).tolist():
+        sharded = span_of(plan.sequence_offsets, slice(run.start + m, run.start + m + 1))
+        lengths = plan.lengths[plan.sequences[sharded]].tolist()
+        sizes = part_sizes(lengths, int(plan.parts_of_each[run.start + m]), plan.linear_tokens)
+        squares, tokens = sum(size.squares for size in sizes), float(sum(lengths))
+        first = int(work.first_members[m])
+        members = slice(first, first + int(work.num_members[m]))
+        sent = [traffic_tokens(size, cost_model.query_ratio) / tokens for size in sizes]
+        exposed[members] = 0
+        for size, share in zip(sizes, sent, strict=True):
+            exposed[members] += exposed_s(
+                work.degrees[m],
+                work.transfer_s[m] * share,
+                work.hop_s[m],
+                work.attention_s[members] * (size.squares / squares),
+            )
+        ring_bytes[m] *= sum(sent)
+    return ring_bytes
+
+
 class MemberWork(NamedTuple):
-    """What the members of a run of micro-batches compute and send: all stages, both passes."""
+    """What the members of a run of micro-batches compute and send: all stages, both passes.
+
+    Traffic is that of a ring that passes its keys once, not by parts.
+    """
 
     members: slice
     """Their entries of ``plan.ranks``."""
@@ -376,12 +408,10 @@ def work_of(
     linear += merge_s(degrees, tokens / degrees, cost_model)
     fixed, hops_s = fixed_s(degrees, cost_model, stages), cost_model.num_layers * stages * hop
     if plan.num_parts is not None:
-        # a part's queries meet the keys of its own in as many steps as those of earlier parts,
-        # which make up (c - 1) / 2 of a micro-batch for each of c parts
+        # a part's queries meet its own keys, then those of earlier parts, at every step
         parts = plan.num_parts[run].astype(np.float64)
         fixed = parts * fixed + (parts - 1) * degrees * block_s(cost_model, stages)
         linear += cost_model.merge_b * tokens * (1 - 1 / parts)
-        sent, hops_s = sent * (parts + 1) / 2, hops_s * (2 * parts - 1)
     return MemberWork(
         members=members,
         num_members=num_members,
@@ -420,7 +450,9 @@ def _local_times(plan: Plan, run: slice, cost_model: CostModel, stages: int) -> 
     members = by_key[np.searchsorted(keys, local_keys, sorter=by_key)]
     seconds = compute_s(plan.lengths[plan.local_sequences[there]], cost_model)
     local_s = _sums(members, seconds, len(keys))
-    local_s[np.unique(members)] += block_s(cost_model, stages)
+    held = np.unique(members)
+    blocks = np.repeat(plan.parts_of_each[run], counts_of(plan.rank_offsets, run))
+    local_s[held] += blocks[held] * block_s(cost_model, stages)
     return local_s
 
 

@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike
 
 from megatron_hdp.nearest import nearest
 from megatron_hdp.planner.bounds import lockstep_bound_s, pipeline_bound_of
+from megatron_hdp.planner.choosing_parts import in_parts
 from megatron_hdp.planner.extension import _core
-from megatron_hdp.planner.parts import in_parts
 from megatron_hdp.planner.problem import Arguments, Problem
 from megatron_hdp.planner.serialisation import LOCKSTEP_KEYS
 from megatron_hdp.planner.types import Plan

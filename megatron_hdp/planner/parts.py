@@ -4,28 +4,23 @@ A stage of a pipeline hands on a part while it computes the next one, so that th
 after a part, not after the whole. A query of a part sees the keys of the parts before it, so the
 time of a sequence's first ``x`` tokens grows like ``x^2 + linear_tokens x``: early parts are
 longer. What is sharded over a ring and what lies whole on a member are cut each by itself.
+
+On a ring keys and values of the earlier parts go around with those of a part, or they stay and its
+queries go around: `queries_travel`.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hdp.planner.bounds import attention_s
 from megatron_hdp.planner.cost_model import CostModel
-from megatron_hdp.planner.evaluation import durations_s
-from megatron_hdp.planner.pipeline import Pipeline
-from megatron_hdp.planner.pipeline_evaluation import pipeline_schedule
-from megatron_hdp.planner.types import Plan
 
-_NEAR = 1 / 8
+_NEAR = 1 / 8 + 1e-9  # a cut exactly so near is decided alike, however its time is rounded
 """A cut that lies nearer to a border of sequences than this share of a part goes to the border."""
-
-
-_LONGER = (1 / 64, 1 / 16, 1 / 4, 1 / 2)
-"""By what share of its time a micro-batch may become longer; each is tried."""
 
 
 class Piece(NamedTuple):
@@ -35,6 +30,16 @@ class Piece(NamedTuple):
     """Its place among them."""
     first: int
     stop: int
+
+
+class PartSize(NamedTuple):
+    """What a part holds of sequences that follow each other."""
+
+    tokens: float
+    earlier: float
+    """Tokens that earlier parts hold of the sequence that the part begins within."""
+    squares: float
+    """What it adds to the squares of the sequences' lengths: pairs of query and key, twice."""
 
 
 def cut_in_parts(
@@ -49,28 +54,69 @@ def cut_in_parts(
         linear_tokens: what a token takes besides attention, in keys that it could see instead.
     """
 
-    def time_of(tokens: int) -> float:
+    def in_units(i: int, tokens: float) -> tuple[int, int]:
+        whole = round(tokens / unit) * unit
+        return (i, whole) if whole == 0 or whole < lengths[i] else (i + 1, 0)
+
+    cuts = [in_units(*cut) for cut in _cuts(lengths, num_parts, linear_tokens)]
+    return [_between(lengths, begin, end) for begin, end in pairwise([(0, 0), *cuts])]
+
+
+def part_sizes(lengths: Sequence[int], num_parts: int, linear_tokens: float) -> list[PartSize]:
+    """The same by size, before cuts are rounded to units: what cost models count with."""
+    tokens = [0.0, *accumulate(map(float, lengths))]
+    squares = [0.0, *accumulate(float(length) * length for length in lengths)]
+    cuts = [(0, 0.0), *_cuts(lengths, num_parts, linear_tokens)]
+    return [
+        PartSize(tokens[j] + y - (tokens[i] + x), x, squares[j] + y * y - (squares[i] + x * x))
+        for (i, x), (j, y) in pairwise(cuts)
+    ]
+
+
+def queries_travel(tokens: float, earlier: float, query_ratio: float) -> bool:
+    """Whether a part's queries go around its ring; else its keys do, with those of earlier parts.
+
+    Args:
+        tokens: of the part; all of a ring's, or those of a member.
+        earlier: `PartSize.earlier`, of as many members.
+        query_ratio: `CostModel.query_ratio`.
+    """
+    return 0 < query_ratio * tokens < tokens + earlier
+
+
+def traffic_tokens(size: PartSize, query_ratio: float) -> float:
+    """Tokens of which keys and values would take as many bytes as go around for a part."""
+    if queries_travel(size.tokens, size.earlier, query_ratio):
+        return query_ratio * size.tokens
+    return size.tokens + size.earlier
+
+
+def _cuts(lengths: Sequence[int], num_parts: int, linear_tokens: float) -> list[tuple[int, float]]:
+    """Where each part ends: a sequence, and the tokens of it that lie before.
+
+    The C++ planner does the same, operation by operation.
+    """
+
+    def time_of(tokens: float) -> float:
         return tokens * (tokens + linear_tokens)
 
-    ends = np.cumsum([time_of(length) for length in lengths]) if lengths else np.zeros(0)
-    begins = np.concatenate([[0.0], ends])[:-1]
-    part_s = float(ends[-1]) / num_parts if len(ends) else 0.0
-    cuts = []
+    ends = list(accumulate(time_of(float(length)) for length in lengths))
+    part_s = ends[-1] / num_parts if ends else 0.0
+    near_s = _NEAR * part_s
+    cuts, i = [], 0
     for number in range(1, num_parts):
         at = number * part_s
-        i = min(int(np.searchsorted(ends, at)), len(lengths) - 1)
-        if i < 0 or at - begins[i] <= _NEAR * part_s:
-            cuts.append((max(i, 0), 0))
-        elif ends[i] - at <= _NEAR * part_s:
-            cuts.append((i + 1, 0))
+        while i + 1 < len(ends) and ends[i] < at:
+            i += 1
+        begin = ends[i - 1] if i > 0 else 0.0
+        if not ends or at - begin <= near_s:
+            cuts.append((i, 0.0))
+        elif ends[i] - at <= near_s:
+            cuts.append((i + 1, 0.0))
         else:
-            tokens = (math.sqrt(linear_tokens**2 + 4 * (at - begins[i])) - linear_tokens) / 2
-            tokens = round(tokens / unit) * unit
-            cuts.append((i + 1, 0) if tokens >= lengths[i] else (i, tokens))
-    return [
-        _between(lengths, begin, end)
-        for begin, end in zip([(0, 0), *cuts], [*cuts, (len(lengths), 0)], strict=True)
-    ]
+            root = math.sqrt(linear_tokens * linear_tokens + 4 * (at - begin))
+            cuts.append((i, (root - linear_tokens) / 2))
+    return [*cuts, (len(lengths), 0.0)]
 
 
 def _between(lengths: Sequence[int], begin: tuple[int, int], end: tuple[int, int]) -> list[Piece]:
@@ -84,48 +130,8 @@ def _between(lengths: Sequence[int], begin: tuple[int, int], end: tuple[int, int
     return found
 
 
-def in_parts(made: Plan, cost_model: CostModel, pipeline: Pipeline, most_parts: int) -> Plan:
-    """The plan with its micro-batches in as many parts as make the step shortest.
-
-    Parts cost a micro-batch time: launches, and traffic where a ring's keys go around for each
-    later part. For each share of `_LONGER` a micro-batch takes as many parts, a power of two, as
-    make it longer by that share at most; the share whose step is shortest wins.
-
-    Args:
-        made: whose micro-batches run whole.
-        cost_model: of a rank, all stages.
-        pipeline: that each rank is, with one model chunk.
-        most_parts: of a micro-batch; with 1 the plan stays as it is, and with one stage.
-    """
-    if most_parts == 1 or pipeline.stages == 1:
-        return made
-    tokens = linear_tokens(made, cost_model)
-    numbers = 2 ** np.arange(most_parts.bit_length())
-    split = [
-        replace(made, num_parts=np.full(made.num_micro_batches, number), linear_tokens=tokens)
-        for number in numbers.tolist()
-    ]
-    seconds = np.stack([durations_s(one, cost_model, pipeline.stages) for one in split])
-    best, best_s = made, pipeline_schedule(made, seconds[0], pipeline).makespan_s
-    known = [np.zeros(made.num_micro_batches, dtype=np.int64)]
-    for longer in _LONGER:
-        # the last number of parts that is short enough, whatever a smaller one takes
-        is_short = seconds <= (1 + longer) * seconds[0]
-        chosen = len(numbers) - 1 - np.argmax(is_short[::-1], axis=0)
-        if any(np.array_equal(chosen, one) for one in known):
-            continue
-        known.append(chosen)
-        found = replace(made, num_parts=numbers[chosen], linear_tokens=tokens)
-        taken_s = np.take_along_axis(seconds, chosen[None], axis=0)[0]
-        found_s = pipeline_schedule(found, taken_s, pipeline).makespan_s
-        if found_s < best_s:
-            best, best_s = found, found_s
-    return best
-
-
-def linear_tokens(made: Plan, cost_model: CostModel) -> float:
-    """What a token of the longest sequence takes besides attention, in keys."""
-    longest = int(made.lengths.max())
+def linear_tokens(longest: int, cost_model: CostModel) -> float:
+    """What a token takes besides attention where a sequence is so long, in keys."""
     attention = float(attention_s(np.array([longest]), cost_model)[0])
     linear = (cost_model.linear_s_per_token + cost_model.attention_b) * longest
     squares = attention - cost_model.attention_b * longest

@@ -23,7 +23,7 @@ from megatron_hdp.profile.job import Profile
 
 _COUNTED = (
     *("kv_bytes_per_token", "activation_bytes_per_token", "num_layers"),
-    *("window_tokens", "window_share", "halo_bytes"),
+    *("window_tokens", "window_share", "halo_bytes", "query_ratio"),
 )
 
 

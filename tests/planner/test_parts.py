@@ -11,7 +11,7 @@ from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import CostModel, evaluate, plan
 from megatron_hdp.planner.evaluation import durations_s
 from megatron_hdp.planner.lockstep import slots
-from megatron_hdp.planner.parts import cut_in_parts
+from megatron_hdp.planner.parts import cut_in_parts, part_sizes
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import (
     RankLists,
@@ -56,6 +56,47 @@ def test_parts_take_equal_time(lengths, linear_tokens):
         for part in cut_in_parts(lengths, 8, 16, linear_tokens)
     ]
     assert max(found) <= 1.3 * np.mean(found) and min(found) >= 0.7 * np.mean(found)
+
+
+@slowly
+@given(
+    lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=9),
+    num_parts=st.integers(1, 9),
+    linear_tokens=st.sampled_from([0.0, 50.0, 1e4]),
+)
+def test_sizes_of_parts_are_those_of_their_pieces(lengths, num_parts, linear_tokens):
+    parts = cut_in_parts(lengths, num_parts, 1, linear_tokens)
+    sizes = part_sizes(lengths, num_parts, linear_tokens)
+    for part, size in zip(parts, sizes, strict=True):
+        tokens = sum(stop - first for _, first, stop in part)
+        squares = sum(stop**2 - first**2 for _, first, stop in part)
+        assert size.tokens == pytest.approx(tokens, abs=1 + 1e-6)
+        assert size.squares == pytest.approx(squares, abs=2 * max(lengths) * (1 + 1e-6))
+        assert size.earlier == pytest.approx(part[0].first if part else 0, abs=0.5 + 1e-6)
+    assert sum(size.tokens for size in sizes) == pytest.approx(sum(lengths))
+
+
+def test_a_ring_in_parts_takes_what_the_formulas_say():
+    """One sequence of 8 tokens on two ranks, in two parts: keys travel, then queries."""
+    made = random_plan(np.array([8]), ranks=2, tokens_per_rank=4)
+    made = replace(made, num_parts=[2], linear_tokens=4.0)
+    costs = CostModel(
+        a=3.0, b=1.0, kv_bytes_per_token=1.0, g=2.0, block_s=0.5, merge_b=1.0,
+        intra_node_bytes_per_s=0.25, intra_node_hop_s=0.5,
+    )  # fmt: skip
+    first, second = part_sizes([8], 2, 4.0)
+    for ratio, sent in ((0.0, (first.tokens, 8.0)), (2.0, (first.tokens, 2 * second.tokens))):
+        exposed = 0.0
+        for size, tokens in zip((first, second), sent, strict=True):
+            hides = 3.0 * size.squares / 2 / 3 / 2  # of a third, one of two steps
+            exposed += max(0, 0.5 + tokens / 2 / 0.25 - hides)
+            exposed += max(0, 0.5 + 2 * tokens / 2 / 0.25 - 2 * hides)
+        blocks = 2 * 2 + 2  # a step of each part, and one more a step of the second; two passes
+        own = 3.0 * 64 / 2 + 4 + 2 * 2.0 + blocks * 2 * 0.5
+        merged = 4 + 8 * (1 - 1 / 2)
+        found = evaluate(made, replace(costs, query_ratio=ratio))
+        assert found.duration_s[0] == pytest.approx(own + merged + exposed)
+        assert found.ring_bytes == pytest.approx(2 * 3 * sum(sent) / 2)
 
 
 def parts_of(operations, parts, in_order=False):

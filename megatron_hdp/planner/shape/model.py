@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from megatron_hdp.arrays import Int64Array
+from megatron_hdp.planner.cost_model import query_ratio_of
 from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Weights
 
 
@@ -189,9 +190,21 @@ class ModelShape:
         return {
             "kv_bytes_per_token": self.travelling_size * value_bytes,
             "halo_bytes": 3 * self.halo_size * value_bytes,
+            "query_ratio": self._query_ratio(value_bytes),
             "window_tokens": self.window or 0,
             "window_share": self.window_share,
         }
+
+    def _query_ratio(self, value_bytes: int) -> float:
+        """See `CostModel.query_ratio`; in layers without a window."""
+        layers = [one.attention for one in self.all_layers if one.attention.window is None]
+        return query_ratio_of(
+            self.travelling_size,
+            sum(layer.query_size for layer in layers),
+            sum(layer.output_size for layer in layers),
+            sum(layer.num_heads for layer in layers),
+            value_bytes,
+        )
 
     @property
     def latent_size(self) -> int:

@@ -29,7 +29,7 @@ from megatron_hdp.megatron.options import parse_arguments, without_virtual_stage
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.memory import Job, fullest_stage
 from megatron_hdp.planner.pipeline import Pipeline
-from megatron_hdp.planner.shape import model_of
+from megatron_hdp.planner.shape import BYTES_PER_VALUE, model_of
 from megatron_hdp.simulator.execution import Machine, Setting
 
 _CONFIGS = Path(__file__).parents[3] / "configs"
@@ -106,6 +106,7 @@ def cost_model_of(model: str, job: Job, layout: Layout, constants: Constants) ->
         hidden_size=hidden_size,
         num_parameters=job.shape.active_parameters,
         kv_bytes_per_token=named.kv_bytes_per_token * constants.ring_traffic,
+        query_ratio=shape.ring_costs(BYTES_PER_VALUE)["query_ratio"],
         flops_per_s=constants.linear_flops_per_s,
         intra_node_bytes_per_s=constants.nvlink_bytes_per_s,
         inter_node_bytes_per_s=constants.network_bytes_per_s,
