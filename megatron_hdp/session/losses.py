@@ -1,9 +1,10 @@
 """Losses of the caller's own, from log-probabilities or from hidden states.
 
-A function sees the tokens with loss of one micro-batch on one rank, in no order that it may rely
-on. Which tokens come together depends on the plan. So that the result does not, a token's loss must
-be a function of what is given *of this token*: its row of the arrays, nothing of its neighbours,
-no mean over rows. What is returned is summed over all tokens of the global batch and divided once.
+A function sees the tokens with loss of one micro-batch, or of a part of it, on one rank, in no
+order that it may rely on. Which tokens come together depends on the plan. So that the result does
+not, a token's loss must be a function of what is given *of this token*: its row of the arrays,
+nothing of its neighbours, no mean over rows. What is returned is summed over all tokens of the
+global batch and divided once.
 """
 
 from __future__ import annotations

@@ -94,9 +94,4 @@ def arguments_of_model(
         global_batch_size=1, attention_dropout=arguments.attention_dropout, train_iters=1
     )
     check_layout(arguments)
-    if arguments.hdp_sequence_parts > 1:
-        raise OptionError(
-            f"found hdp_sequence_parts {arguments.hdp_sequence_parts}, expected 1: a loss of the "
-            "caller's own takes a micro-batch as a whole: leave it out"
-        )
     return arguments

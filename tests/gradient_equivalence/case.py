@@ -65,11 +65,6 @@ class Case:
     tolerance: float = 1e-10
 
     @property
-    def most_parts(self) -> int:
-        """In which its own plans run their micro-batches."""
-        return int(self.settings.get("hdp_sequence_parts", 1))
-
-    @property
     def hdp_ranks(self) -> int:
         """Ranks of the HDP dimension."""
         return (
@@ -101,13 +96,9 @@ def plans_of(arguments: TrainingArguments, case: Case, **more: bool) -> list[Pla
             tokens_per_rank=arguments.hdp_tokens_per_rank,
             slice_multiple=arguments.hdp_slice_multiple,
             seed=seed,
+            most_parts=arguments.hdp_sequence_parts,
             **more,
         )
-        if case.most_parts > 1:
-            num_parts = np.random.default_rng(seed).integers(
-                1, case.most_parts, plan.num_micro_batches, endpoint=True
-            )
-            plan = replace(plan, num_parts=num_parts, linear_tokens=float(seed))
         (found if _is_uneven(plan) else rest).append(plan)
     return (found + rest)[: case.plans]
 

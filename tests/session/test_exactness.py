@@ -39,6 +39,7 @@ LAYOUTS = {  # ranks, overrides
     "tp2-sp": (4, TP2 | {"sequence_parallel": True}),
     "pp2": (2, PP2),
     "pp2-tied-overlap": (4, PP2 | SHARDED | {"untie_embeddings_and_output_weights": False}),
+    "pp2-parts": (4, PP2 | {"hdp_tokens_per_rank": 128, "hdp_sequence_parts": 5}),
     "pp2-v2": (2, PP2 | {"num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2}),
     "tied-overlap": (2, SHARDED | {"untie_embeddings_and_output_weights": False}),
     "experts": (2, EXPERTS | {"expert_model_parallel_size": 2}),
@@ -62,7 +63,7 @@ def test_every_loss_in_layouts(run_ranks, layout):
     [
         "pp2-v2",
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("tp2-overlap", "tied-overlap")),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("experts", "pp2")),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("experts", "pp2", "pp2-parts")),
     ],
 )
 def test_a_model_that_megatron_has_built(run_ranks, layout):

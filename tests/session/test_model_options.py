@@ -47,6 +47,3 @@ def test_options_that_do_not_exist_are_refused():
         found_in(tiny_arguments(None), hdp_capacity=64)
     with pytest.raises(OptionError, match="--hdp-strategy"):
         found_in(tiny_arguments(None), hdp_strategy="fastest")
-    in_stages = tiny_arguments(None, pipeline_model_parallel_size=2)
-    with pytest.raises(OptionError, match="found hdp_sequence_parts 4, expected 1"):
-        found_in(in_stages, hdp_sequence_parts=4)

@@ -1,14 +1,19 @@
 """Valid plans that no strategy would make: any degree, ring order and mixture in a micro-batch."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_hdp.planner import Plan, slice_tokens
 
 
-def random_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0, offload=False):
+def random_plan(
+    lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0, offload=False, most_parts=1
+):
     """Rings of random size, several sequences to a ring, whole ones beside, in random order.
 
-    With `offload` every micro-batch has a ratio of its own; some have none.
+    With `offload` every micro-batch has a ratio of its own; some have none. Each runs in up to
+    `most_parts` parts, cut anywhere.
     """
     rng = np.random.default_rng(seed)
     micro_batches = []
@@ -34,7 +39,10 @@ def random_plan(lengths, *, ranks, tokens_per_rank, slice_multiple=1, seed=0, of
             )
     rng.shuffle(micro_batches)
     ratios = rng.choice([0.0, 0.2, 0.5, 1.0], len(micro_batches)) * offload
-    return _plan(micro_batches, lengths, ranks, tokens_per_rank, slice_multiple, ratios)
+    made = _plan(micro_batches, lengths, ranks, tokens_per_rank, slice_multiple, ratios)
+    rng = np.random.default_rng(seed)  # so that parts change nothing else
+    num_parts = rng.integers(1, most_parts, made.num_micro_batches, endpoint=True)
+    return replace(made, num_parts=num_parts, linear_tokens=float(seed))
 
 
 def _join(micro_batches, sequence, degree, sizes, capacity, rng):

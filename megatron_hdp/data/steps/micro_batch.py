@@ -7,8 +7,8 @@ predicts further tokens: they lie on another rank, and in the file behind the ch
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -81,6 +81,25 @@ class RankMicroBatch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(Part(*one) for one in self.parts))
+
+    def in_parts(self) -> list["RankMicroBatch"]:
+        """Return each part as a micro-batch that runs whole; itself if it does."""
+        if not self.parts:
+            return [self]
+        found, begin, slices, lengths = [], 0, self.ring_slices, self.local_lengths
+        for part in self.parts:
+            of_ring, slices = slices[: part.num_ring_slices], slices[part.num_ring_slices :]
+            of_rank, lengths = lengths[: part.num_local], lengths[part.num_local :]
+            rows = slice(begin, begin + sum(of_ring) + sum(of_rank))
+            begin = rows.stop
+            changes: dict[str, Any] = {
+                name: array.reshape(-1, len(self.tokens))[:, rows].ravel()
+                for name, array in vars(self).items()
+                if isinstance(array, np.ndarray)
+            }
+            changes |= {"ring_slices": of_ring, "local_lengths": of_rank, "parts": ()}
+            found.append(replace(self, **changes))
+        return found
 
     def drop(self, sequence_ids: Collection[int]) -> None:
         """Take the tokens, labels and loss of these sequences out, as if they were padding."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, arrays_of
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
 from megatron_hdp.megatron.execution.param_gather import start_param_gather
-from megatron_hdp.megatron.execution.parts import PartedPass, layouts_of
+from megatron_hdp.megatron.execution.parts import PartedPass, Parts, layouts_of
 from megatron_hdp.megatron.execution.schedule_timers import noting_compute
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
@@ -327,8 +328,8 @@ class HdpExecutor:
 
     def _with_tensors(
         self, step: StepInProgress, micro_batches: Sequence[RankMicroBatch]
-    ) -> Iterator[tuple[RankMicroBatch, dict[str, torch.Tensor]]]:
-        """Micro-batches with their tensors on the device, each copied while the one before runs."""
+    ) -> Iterator[tuple[RankMicroBatch, Parts]]:
+        """Micro-batches with their parts; a part's tensors are copied while the one before runs."""
         own_loss = step.own_loss if self.place.is_last_stage else None
 
         def all_arrays_of(micro_batch: RankMicroBatch) -> Arrays:
@@ -337,7 +338,10 @@ class HdpExecutor:
             assert not given.keys() & added.keys(), "a loss names its arrays anew"
             return {**given, **added}
 
-        return with_arrays_ahead(micro_batches, all_arrays_of, compute_device(), self._copy_stream)
+        parts = [part for one in micro_batches for part in one.in_parts()]
+        coming = with_arrays_ahead(parts, all_arrays_of, compute_device(), self._copy_stream)
+        for one in micro_batches:
+            yield one, islice(coming, max(1, len(one.parts)))
 
     def _layouts(self, micro_batch: RankMicroBatch) -> Sequence[TokenLayout]:
         return layouts_of(micro_batch, self.place.hdp_rank)
@@ -350,15 +354,15 @@ class HdpExecutor:
     def _forward_step(
         self, step: StepInProgress, micro_batches: Any, model: torch.nn.Module
     ) -> tuple[Any, Any]:
-        micro_batch, tensors = next(micro_batches)
+        micro_batch, parts = next(micro_batches)
         if micro_batch.parts or isinstance(self._pipeline, StreamedComm):
-            return self._in_parts(step, micro_batch, tensors, model)
-        return self._whole(step, micro_batch, tensors, model)
+            return self._in_parts(step, micro_batch, parts, model)
+        return self._whole(step, micro_batch, parts, model)
 
     def _whole(
-        self, step: StepInProgress, micro_batch: RankMicroBatch, tensors: Any, model: Any
+        self, step: StepInProgress, micro_batch: RankMicroBatch, parts: Parts, model: Any
     ) -> tuple[Any, Any]:
-        (layout,) = self._layouts(micro_batch)
+        (layout,), ((_, tensors),) = self._layouts(micro_batch), parts
         return self._model_pass(step, micro_batch, tensors, layout, model)
 
     def _finalize(

@@ -15,7 +15,10 @@ Arrays = dict[str, AnyArray]
 
 
 class OwnLoss(Protocol):
-    """What the last stage minimises, micro-batch by micro-batch; its sum is divided once."""
+    """What the last stage minimises, micro-batch by micro-batch; its sum is divided once.
+
+    Of one that runs in parts it is asked for each part, which is given as a micro-batch of its own.
+    """
 
     def arrays(self, micro_batch: RankMicroBatch) -> Mapping[str, AnyArray]:
         """What it needs of a micro-batch on the device, of types of at most 8 bytes.

@@ -8,7 +8,7 @@ neighbouring stages work on parts of one micro-batch at the same time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.ring import EarlierKeys, TokenLayout, part_layouts
 from megatron_hdp.runtime.streamed_comm import StreamedComm
 
-Tensors = dict[str, torch.Tensor]
+Parts = Iterator[tuple[RankMicroBatch, dict[str, torch.Tensor]]]
+"""Each part as a micro-batch of its own, and its tensors on the device."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,16 @@ class PartedPass:
     pipeline: StreamedComm | None
 
     def __call__(
-        self, step: StepInProgress, micro_batch: RankMicroBatch, tensors: Tensors, model: Any
+        self, step: StepInProgress, micro_batch: RankMicroBatch, parts: Parts, model: Any
     ) -> tuple[Any, Any]:
         """Output and loss function as Megatron's schedule asks; arguments as of `ModelPass`."""
-        run = _Run(self, step, micro_batch, tensors, model)
+        run = _Run(self, step, micro_batch, parts, model)
         if torch.is_grad_enabled():
             anchor = torch.zeros(1, device=compute_device(), requires_grad=True)
             output = _InParts.apply(anchor, run)
         else:
             output = run.forward()
-        num_tokens = tensors["loss_mask"].sum().to(torch.int)
-        return output, lambda loss: (loss, num_tokens, {})
+        return output, lambda loss: (loss, run.num_tokens, {})
 
 
 class _InParts(torch.autograd.Function):
@@ -70,19 +70,23 @@ class _InParts(torch.autograd.Function):
 
 
 class _Run:
-    """One micro-batch: what its parts have made and are still to be given back."""
+    """One micro-batch: what its parts have made and are still to be given back.
+
+    Attributes:
+        num_tokens: with loss, on the last stage.
+    """
 
     def __init__(
         self,
         how: PartedPass,
         step: StepInProgress,
         micro_batch: RankMicroBatch,
-        tensors: Tensors,
+        parts: Parts,
         model: Any,
     ) -> None:
-        self._how, self._step, self._micro_batch, self._model = how, step, micro_batch, model
+        self._how, self._step, self._parts, self._model = how, step, parts, model
         self._layouts = layouts_of(micro_batch, how.model_pass.place.hdp_rank)
-        self._tensors = _of_parts(tensors, self._layouts, len(micro_batch.tokens))
+        self.num_tokens = torch.zeros((), dtype=torch.int, device=compute_device())
         self._keys: defaultdict[int, EarlierKeys] = defaultdict(EarlierKeys)
         self._made: list[tuple[torch.Tensor | None, torch.Tensor]] = []
         """Input and output of each part."""
@@ -96,25 +100,25 @@ class _Run:
         """The sum of the loss on the last stage, else a placeholder of the output."""
         how, place = self._how, self._how.model_pass.place
         losses = []
-        for layout, tensors in zip(self._layouts, self._tensors, strict=True):
+        for layout, (part, tensors) in zip(self._layouts, self._parts, strict=True):
             received = None
             if not place.is_first_stage:
                 received = self._stages.activations.receive()
                 received.requires_grad_(torch.is_grad_enabled())
                 get_attr_wrapped_model(self._model, "set_input_tensor")([received])
             output, loss_of = how.model_pass(
-                *(self._step, self._micro_batch, tensors, layout, self._model),
+                *(self._step, part, tensors, layout, self._model),
                 keys=self._keys if len(self._layouts) > 1 else None,
             )
             if place.is_last_stage:
-                output, _, _ = loss_of(output)
+                output, num_tokens, _ = loss_of(output)
                 losses.append(output.detach())
+                self.num_tokens += num_tokens
             else:
                 self._stages.activations.send(output)
                 deallocate_output_tensor(output, how.config.deallocate_pipeline_outputs)
             if torch.is_grad_enabled():
                 self._made.append((received, output))
-        self._tensors = []
         if not place.is_last_stage:
             return self._stages.placeholder()
         total = torch.stack(losses).sum()
@@ -145,22 +149,8 @@ class _Run:
 def layouts_of(micro_batch: RankMicroBatch, hdp_rank: int) -> Sequence[TokenLayout]:
     """The layout of each part of a micro-batch on a rank; the only one if it runs whole."""
     ring, device = micro_batch.ring, compute_device()
-    slices, lengths = micro_batch.ring_slices, micro_batch.local_lengths
+    held = [(one.ring_slices, one.local_lengths) for one in micro_batch.in_parts()]
     if not micro_batch.parts:
-        return [TokenLayout(ring, ring.index(hdp_rank), slices, lengths, device)]
-    told = []
-    for part in micro_batch.parts:
-        of_ring, slices = slices[: part.num_ring_slices], slices[part.num_ring_slices :]
-        of_rank, lengths = lengths[: part.num_local], lengths[part.num_local :]
-        told.append((of_ring, of_rank, *part[2:]))
+        return [TokenLayout(ring, ring.index(hdp_rank), *held[0], device)]
+    told = [(*one, *part[2:]) for one, part in zip(held, micro_batch.parts, strict=True)]
     return part_layouts(ring, ring.index(hdp_rank), told, device)
-
-
-def _of_parts(tensors: Tensors, layouts: Sequence[TokenLayout], num_tokens: int) -> list[Tensors]:
-    """Each part's share of tensors of a number for each token, or for each token and depth."""
-    found, begin = [], 0
-    for layout in layouts:
-        rows = slice(begin, begin + layout.num_tokens)
-        begin = rows.stop
-        found.append({k: v.view(-1, num_tokens)[:, rows].flatten() for k, v in tensors.items()})
-    return found

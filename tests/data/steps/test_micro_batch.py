@@ -372,29 +372,28 @@ def tokens_by_place(plan_, lengths, multiple):
     found = {}
     for m in range(plan_.num_micro_batches):
         for rank in plan_.micro_batch(m).ranks:
-            part = read(plan_, m, rank, rows, table, file, token_multiple=multiple)
-            check_parts(part, int(plan_.parts_of_each[m]), multiple)
-            for place, *what in zip(
-                *(part.sequence_index, part.positions, part.tokens, part.labels, part.loss_mask),
-                strict=True,
-            ):
-                if place >= 0:
-                    key = part.sequence_ids[place], int(what[0])
-                    assert key not in found
-                    found[key] = tuple(map(int, what[1:]))
+            whole = read(plan_, m, rank, rows, table, file, token_multiple=multiple, num_further=2)
+            parts = whole.in_parts()
+            check_parts(whole, parts, int(plan_.parts_of_each[m]), multiple)
+            for part in parts:
+                held = part.sequence_index, part.positions, part.tokens, part.labels
+                further = (*part.further_labels.reshape(2, -1), *part.further_mask.reshape(2, -1))
+                for place, *what in zip(*held, part.loss_mask, *further, strict=True):
+                    if place >= 0:
+                        key = part.sequence_ids[place], int(what[0])
+                        assert key not in found
+                        found[key] = tuple(map(int, what[1:]))
     return found
 
 
-def check_parts(part, num_parts, multiple):
-    assert len(part.parts) == (num_parts if num_parts > 1 else 0)
-    slices, lengths = list(part.ring_slices), list(part.local_lengths)
-    for one in part.parts:
-        of_ring, of_rank = slices[: one.num_ring_slices], lengths[: one.num_local]
-        del slices[: one.num_ring_slices], lengths[: one.num_local]
-        assert sum(of_ring) + sum(of_rank) >= 2 * multiple
-        assert (sum(of_ring) + sum(of_rank)) % multiple == 0
-        assert not one.padding or of_rank[-1] == one.padding
-    assert not part.parts or not slices + lengths
+def check_parts(whole, parts, num_parts, multiple):
+    assert len(parts) == num_parts and len(whole.parts) == (num_parts if num_parts > 1 else 0)
+    assert whole.ring_slices == tuple(size for part in parts for size in part.ring_slices)
+    assert whole.local_lengths == tuple(size for part in parts for size in part.local_lengths)
+    for part, told in zip(parts, whole.parts, strict=num_parts > 1):
+        num_tokens = sum(part.ring_slices) + sum(part.local_lengths)
+        assert len(part.tokens) == num_tokens >= 2 * multiple and num_tokens % multiple == 0
+        assert not told.padding or part.local_lengths[-1] == told.padding
 
 
 @examples
@@ -405,9 +404,8 @@ def check_parts(part, num_parts, multiple):
     seed=st.integers(0, 99),
 )
 def test_parts_hold_what_the_whole_holds(lengths, ranks, multiple, seed):
-    made = random_plan(np.array(lengths), ranks=ranks, tokens_per_rank=160, seed=seed)
-    num_parts = np.random.default_rng(seed).integers(1, 7, made.num_micro_batches)
-    parts = replace(made, num_parts=num_parts, linear_tokens=float(seed))
+    asked = {"ranks": ranks, "tokens_per_rank": 160, "seed": seed}
+    made, parts = (random_plan(np.array(lengths), **asked, most_parts=most) for most in (1, 6))
     whole = tokens_by_place(made, lengths, multiple)
     assert len(whole) == sum(lengths)
     assert tokens_by_place(parts, lengths, multiple) == whole
