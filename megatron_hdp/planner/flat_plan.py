@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_hdp.arrays import AnyArray, Float64Array, Int32Array, Int64Array
+from megatron_hdp.arrays import AnyArray, BoolArray, Float64Array, Int32Array, Int64Array
 
 PIECE = 2**17
 """Entries of arrays that are worked on together, so that they stay in a core's cache."""
@@ -130,18 +130,23 @@ class FlatPlan:
     """Parts in which each micro-batch runs, see ``planner.parts``; None: all run whole."""
     linear_tokens: float = 0.0
     """Where parts are cut: what a token takes besides attention, in keys that it could see."""
+    streams: BoolArray | None = None
+    """Which micro-batches are streams: parts of equal tokens that are computed again in backward
+    and keep only keys and values, on the host at offload ratio 1; None: none is."""
     summary: Mapping[str, float] = field(default_factory=dict)
     """Figures for people, by the names of ``serialisation.SUMMARY_KEYS``."""
 
     def __post_init__(self) -> None:
         for name, dtype in _ARRAYS.items():
             object.__setattr__(self, name, frozen(getattr(self, name), dtype))
-        for name in _OPTIONAL:
+        for name, dtype in _OPTIONAL.items():
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, frozen(getattr(self, name), np.int64))
+                object.__setattr__(self, name, frozen(getattr(self, name), dtype))
         if self.num_parts is None or (self.num_parts == 1).all():
             object.__setattr__(self, "num_parts", None)
             object.__setattr__(self, "linear_tokens", 0.0)
+        if self.streams is not None and not self.streams.any():
+            object.__setattr__(self, "streams", None)
         object.__setattr__(self, "summary", MappingProxyType(dict(self.summary)))
 
     @property
@@ -155,6 +160,13 @@ class FlatPlan:
         if self.num_parts is None:
             return np.ones(self.num_micro_batches, dtype=np.int64)
         return self.num_parts
+
+    @property
+    def is_stream(self) -> BoolArray:
+        """Of each micro-batch."""
+        if self.streams is None:
+            return np.zeros(self.num_micro_batches, dtype=np.bool_)
+        return self.streams
 
     def micro_batch(self, m: int) -> MicroBatch:
         """Micro-batch ``m`` of the launch order."""
@@ -196,7 +208,7 @@ class FlatPlan:
         digest = hashlib.blake2b(digest_size=8)
         scalars = [self.num_ranks, self.tokens_per_rank, self.slice_multiple]
         digest.update(" ".join([*map(str, scalars), self.strategy]).encode())
-        given = {name: np.int64 for name in _OPTIONAL if getattr(self, name) is not None}
+        given = {n: dtype for n, dtype in _OPTIONAL.items() if getattr(self, n) is not None}
         if self.num_parts is not None:
             digest.update(f" {self.linear_tokens!r}".encode())
         for name, dtype in (_ARRAYS | given).items():
@@ -217,4 +229,8 @@ _ARRAYS: dict[str, type[np.generic]] = {
     "local_ranks": np.int32,
     "offload_ratios": np.float64,
 }
-_OPTIONAL = ("positions", "num_parts")
+_OPTIONAL: dict[str, type[np.generic]] = {
+    "positions": np.int64,
+    "num_parts": np.int64,
+    "streams": np.bool_,
+}

@@ -9,6 +9,7 @@ On a ring keys and values of the earlier parts go around with those of a part, o
 queries go around: `queries_travel`.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -51,8 +52,12 @@ def cut_in_parts(
         lengths: tokens of each sequence.
         num_parts: at least 1; those that nothing is left for are empty.
         unit: sequences are cut at multiples of it, so that only the end of one needs padding.
-        linear_tokens: what a token takes besides attention, in keys that it could see instead.
+        linear_tokens: what a token takes besides attention, in keys that it could see instead;
+            infinite: all tokens take the same, and no part gets more `unit`s than the shares of
+            all make up, rounded up.
     """
+    if math.isinf(linear_tokens):
+        return _cut_evenly(lengths, num_parts, unit)
 
     def in_units(i: int, tokens: float) -> tuple[int, int]:
         whole = round(tokens / unit) * unit
@@ -117,6 +122,18 @@ def _cuts(lengths: Sequence[int], num_parts: int, linear_tokens: float) -> list[
             root = math.sqrt(linear_tokens * linear_tokens + 4 * (at - begin))
             cuts.append((i, (root - linear_tokens) / 2))
     return [*cuts, (len(lengths), 0.0)]
+
+
+def _cut_evenly(lengths: Sequence[int], num_parts: int, unit: int) -> list[list[Piece]]:
+    ends = np.cumsum([-(-length // unit) for length in lengths], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    cuts = [(0, 0)]
+    for number in range(1, num_parts):
+        at = -(-number * total // num_parts)
+        i = int(np.searchsorted(ends, at, side="right"))
+        cuts.append((i, (at - (int(ends[i - 1]) if i else 0)) * unit))
+    cuts.append((len(lengths), 0))
+    return [_between(lengths, begin, end) for begin, end in itertools.pairwise(cuts)]
 
 
 def _between(lengths: Sequence[int], begin: tuple[int, int], end: tuple[int, int]) -> list[Piece]:

@@ -35,6 +35,8 @@ MICRO_BATCH_KEYS = {
     "position": "Its place in the lists of all its ranks, from 0, in plans for experts across HDP "
     "ranks: places without a micro-batch are padding. Left out: it is the next one of each rank.",
     "parts": "Parts in which it runs, cut so that they take equal time. Left out: it runs whole.",
+    "streams": "true: it is a stream. Its parts have equal tokens, keep keys and values alone (on "
+    "the host where offload_ratio is 1) and are computed again in backward. Left out: it is none.",
 }
 """What the keys of a micro-batch mean."""
 
@@ -57,6 +59,7 @@ LOCKSTEP_KEYS = {
 """What a summary says besides where HDP ranks share experts; times are those of lockstep then."""
 
 _OPTIONAL = {"slice_multiple", "linear_tokens", "summary", "local", "position", "parts"}
+_OPTIONAL |= {"streams"}
 
 
 def to_json(plan: FlatPlan) -> bytes:
@@ -87,6 +90,8 @@ def _micro_batch_to_json(plan: FlatPlan, m: int) -> dict[str, Any]:
         data["position"] = int(plan.positions[m])
     if plan.num_parts is not None and plan.num_parts[m] > 1:
         data["parts"] = int(plan.num_parts[m])
+    if plan.streams is not None and plan.streams[m]:
+        data["streams"] = True
     return data
 
 
@@ -144,6 +149,7 @@ def _micro_batches(items: Any) -> dict[str, Any]:
         "offload_ratios": ratios,
         "positions": _positions(items),
         "num_parts": _num_parts(items),
+        "streams": _streams(items),
     }
 
 
@@ -170,6 +176,14 @@ def _num_parts(items: list[Any]) -> list[int] | None:
         return None
     where = "micro_batches[{}].parts"
     return [_positive(where.format(m), item.get("parts", 1)) for m, item in enumerate(items)]
+
+
+def _streams(items: list[Any]) -> list[bool]:
+    found = [item.get("streams", False) for item in items]
+    for m, one in enumerate(found):
+        if type(one) is not bool:
+            raise ValueError(f"plan: micro_batches[{m}].streams is {one!r}; expected true or false")
+    return found
 
 
 def _local_pairs(where: str, local: Any) -> list[tuple[int, int]]:

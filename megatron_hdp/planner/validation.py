@@ -89,6 +89,8 @@ def _check_micro_batches(plan: FlatPlan) -> None:
     _check_ratios(plan.offload_ratios, num_micro_batches)
     if plan.num_parts is not None:
         _check_parts(plan.num_parts, plan.linear_tokens, num_micro_batches)
+    if plan.streams is not None:
+        _check_streams(plan, plan.streams)
 
 
 def _check_ratios(ratios: Float64Array, num_micro_batches: int) -> None:
@@ -113,6 +115,27 @@ def _check_parts(num_parts: Int64Array, linear_tokens: float, num_micro_batches:
         raise PlanError("shape", f"micro-batch {m} runs in {num_parts[m]} parts; expected >= 1")
     if not 0 <= linear_tokens < math.inf:
         raise PlanError("shape", f"linear_tokens is {linear_tokens}; expected at least 0")
+
+
+def _check_streams(plan: FlatPlan, streams: BoolArray) -> None:
+    if streams.shape != (plan.num_micro_batches,):
+        raise PlanError(
+            "shape", f"streams has {streams.size} entries; expected {plan.num_micro_batches}"
+        )
+    of_one = streams & (plan.parts_of_each == 1)
+    if of_one.any():
+        raise PlanError(
+            "shape", f"micro-batch {_first(of_one)} streams in 1 part; expected at least 2"
+        )
+    ratios = plan.offload_ratios
+    partly = streams & (ratios != 0) & (ratios != 1)
+    if partly.any():
+        m = _first(partly)
+        raise PlanError(
+            "shape",
+            f"offload ratio of micro-batch {m}, a stream, is {ratios[m]}; expected 0 or 1: whether "
+            "its keys and values wait on the host",
+        )
 
 
 def _check_cover(plan: FlatPlan) -> None:
@@ -245,7 +268,10 @@ def _check_fit(plan: FlatPlan, num_layers: int | None) -> None:
 def _check_capacity(plan: FlatPlan, run: slice, num_layers: int) -> None:
     """No rank holds more than its capacity in these micro-batches."""
     tokens, owner = tokens_per_member(plan, run)
-    ratios = plan.offload_ratios[run][owner]
+    ratios = plan.offload_ratios[run]
+    if plan.streams is not None:
+        ratios = np.where(plan.streams[run], 0.0, ratios)  # of keys, not of a part's activations
+    ratios = ratios[owner]
     kept = min(2, num_layers)
     resident = (kept + (1 - ratios) * (num_layers - kept)) / num_layers
     # a ratio is planned so that the share is exactly C: allow the rounding of one division
@@ -263,7 +289,10 @@ def _check_capacity(plan: FlatPlan, run: slice, num_layers: int) -> None:
 
 
 def tokens_per_member(plan: FlatPlan, run: slice) -> tuple[Int64Array, Int64Array]:
-    """Padded tokens of each member of these micro-batches, and its micro-batch, from 0 on."""
+    """Padded tokens of each member of these micro-batches, and its micro-batch, from 0 on.
+
+    Of a stream those of its fullest part.
+    """
     degrees = counts_of(plan.rank_offsets, run)
     sharded, sharded_in = _entries(plan.sequence_offsets, run)
     slices = slice_tokens_array(
@@ -274,14 +303,22 @@ def tokens_per_member(plan: FlatPlan, run: slice) -> tuple[Int64Array, Int64Arra
     here, owner = _entries(plan.rank_offsets, run)
     tokens = shared[owner]
     there, local_owner = _entries(plan.local_offsets, run)
+    whole_here = np.zeros_like(tokens)
     if len(local_owner):
         keys = owner * plan.num_ranks + plan.ranks[here]
         by_key = np.argsort(keys)
         local_keys = local_owner * plan.num_ranks + plan.local_ranks[there]
         lengths = plan.lengths[plan.local_sequences[there]]
         whole = slice_tokens_array(lengths, np.ones_like(lengths), plan.slice_multiple)
-        np.add.at(tokens, by_key[np.searchsorted(keys, local_keys, sorter=by_key)], whole)
-    return tokens, owner
+        np.add.at(whole_here, by_key[np.searchsorted(keys, local_keys, sorter=by_key)], whole)
+    if plan.streams is None or not plan.streams[run].any():
+        return tokens + whole_here, owner
+    is_ring = degrees[owner] > 1
+    parts = np.where(plan.streams[run], plan.parts_of_each[run], 1)[owner]
+    of_ring, of_rank = np.where(is_ring, tokens, 0), whole_here + np.where(is_ring, 0, tokens)
+    unit = plan.slice_multiple
+    fullest = -(-(of_ring // (2 * unit)) // parts) * 2 * unit
+    return fullest + -(-(of_rank // unit) // parts) * unit, owner
 
 
 def _entries(offsets: Int64Array, run: slice) -> tuple[slice, Int64Array]:

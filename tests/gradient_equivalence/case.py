@@ -19,7 +19,7 @@ from megatron_hdp.planner import Plan
 from tests.support import gradients
 from tests.support.drawn import first_rows
 from tests.support.gradients import tiny_arguments, write_corpus
-from tests.support.random_plans import random_plan
+from tests.support.random_plans import in_streams, random_plan
 from tests.support.sources import data_file, mixed_arguments, write_sources
 
 Settings = dict[str, Any]
@@ -63,6 +63,8 @@ class Case:
     patches: tuple[tuple[str, Any], ...] = ()
     """What is replaced during steps, and must change nothing."""
     tolerance: float = 1e-10
+    streams: int = 1
+    """Capacities that a rank may hold of a micro-batch, which streams if it holds more than one."""
 
     @property
     def hdp_ranks(self) -> int:
@@ -93,12 +95,14 @@ def plans_of(arguments: TrainingArguments, case: Case, **more: bool) -> list[Pla
         plan = random_plan(
             lengths,
             ranks=case.hdp_ranks,
-            tokens_per_rank=arguments.hdp_tokens_per_rank,
+            tokens_per_rank=case.streams * arguments.hdp_tokens_per_rank,
             slice_multiple=arguments.hdp_slice_multiple,
             seed=seed,
             most_parts=arguments.hdp_sequence_parts,
             **more,
         )
+        if case.streams > 1:
+            plan = in_streams(plan, tokens_per_rank=arguments.hdp_tokens_per_rank, seed=seed)
         (found if _is_uneven(plan) else rest).append(plan)
     return (found + rest)[: case.plans]
 

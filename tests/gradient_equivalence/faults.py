@@ -179,6 +179,7 @@ EXECUTOR, MODEL = "megatron_hdp.megatron.execution.executor", "megatron_hdp.mega
 RING, READ = "megatron_hdp.runtime.ring", "megatron_hdp.data.steps.loaders.read_micro_batch"
 
 _PARTS = Case(2, PP2 | ALONE | {"hdp_sequence_parts": 4}, (), 1)
+_STREAMS = Case(2, {"hdp_tokens_per_rank": 32}, (), 1, streams=16)
 _RINGS = Case(4, {}, ("naive",), 0)
 _MIXTURE = Case(2, {}, plans=0, arguments_of=mixed)
 _POSITIONS = Case(2, YARN, plans=0)
@@ -205,6 +206,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "parts-without-later-queries": _planted(_PARTS, f"{RING}.parts.EarlierKeys.take", nothing),
     "parts-see-themselves-alone": _planted(_PARTS, f"{RING}.attention.attend_to_earlier", nothing),
+    "streams-count-twice": _planted(
+        _STREAMS,
+        "megatron_hdp.megatron.execution.model_pass.StepInProgress.computed_again",
+        lambda self: self,
+    ),
     "mask-not-heeded": _planted(
         _MIXTURE,
         "megatron_hdp.data.mixture.table_source.TableSource.is_trained",

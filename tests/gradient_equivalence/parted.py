@@ -1,7 +1,15 @@
-"""Rows whose micro-batches run in parts."""
+"""Rows whose micro-batches run in parts, and rows of streams."""
 
 from tests.gradient_equivalence.case import LENGTHS, PP2, TP2_SP, Case, joined
-from tests.gradient_equivalence.settings import MHA, MQA, PP4, RECOMPUTE, SHARDED, layers
+from tests.gradient_equivalence.settings import (
+    MHA,
+    MQA,
+    PP4,
+    RECOMPUTE,
+    SHARDED,
+    layers,
+    recomputing,
+)
 
 
 def parted() -> dict[str, Case]:
@@ -13,5 +21,24 @@ def parted() -> dict[str, Case]:
     }
     return {
         f"parts/{name}": Case(ranks, settings | {"hdp_sequence_parts": 5}, (), 4, LENGTHS * 2)
+        for name, (ranks, settings) in rows.items()
+    }
+
+
+def streams() -> dict[str, Case]:
+    """Sequences of up to 16 capacities of 32 tokens, which no ring of the row holds."""
+    rows = {
+        "alone": (1, {}),
+        "rings": (4, {}),
+        "tp2-sp": (4, joined(MHA, TP2_SP)),
+        "recompute-distributed-optimizer": (2, joined(SHARDED, RECOMPUTE)),
+        "selective": (2, recomputing("core_attn")),
+        "logits-tied": (2, joined(MHA, {"hdp_fused_loss": False})),
+        "pp2": (4, joined(PP2, {"hdp_sequence_parts": 2})),
+    }
+    return {
+        f"streams/{name}": Case(
+            *(ranks, settings | {"hdp_tokens_per_rank": 32}, (), 3), lengths=LENGTHS, streams=16
+        )
         for name, (ranks, settings) in rows.items()
     }

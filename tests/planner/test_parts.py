@@ -1,5 +1,6 @@
 """Micro-batches in parts: where they are cut, and how pipelines run them, by workers that block."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +34,7 @@ COSTS = CostModel(a=1e-9, b=1e-5, kv_bytes_per_token=1e5, g=1e-3, block_s=1e-6, 
     lengths=st.lists(st.integers(1, 5000), max_size=9),
     num_parts=st.integers(1, 9),
     unit=st.sampled_from([1, 4, 16, 48]),
-    linear_tokens=st.sampled_from([0.0, 50.0, 1e4]),
+    linear_tokens=st.sampled_from([0.0, 50.0, 1e4, math.inf]),
 )
 def test_pieces_make_up_the_sequences_in_order(lengths, num_parts, unit, linear_tokens):
     parts = cut_in_parts(lengths, num_parts, unit, linear_tokens)
@@ -43,6 +44,9 @@ def test_pieces_make_up_the_sequences_in_order(lengths, num_parts, unit, linear_
     held = [(i, token) for i, first, stop in pieces for token in range(first, stop)]
     assert held == [(i, token) for i, length in enumerate(lengths) for token in range(length)]
     assert all(stop % unit == 0 or stop == lengths[i] for i, _, stop in pieces)
+    if math.isinf(linear_tokens):
+        units = [sum(-(-(stop - first) // unit) for _, first, stop in part) for part in parts]
+        assert max(units) == -(-sum(units) // num_parts)
 
 
 @pytest.mark.parametrize("lengths", [[200_000], [3000] * 100, [500, 150_000, 700, 60_000]])

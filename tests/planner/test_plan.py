@@ -152,9 +152,10 @@ def test_a_plan_in_parts_is_another_plan_and_comes_back_from_json() -> None:
     assert small_plan(num_parts=[1, 1, 1], linear_tokens=5.0).fingerprint() == whole.fingerprint()
     others = [small_plan(num_parts=[4, 1, 3], linear_tokens=2048.0)]
     others.append(small_plan(num_parts=[4, 1, 2], linear_tokens=2049.0))
-    assert len({one.fingerprint() for one in (whole, parts, *others)}) == 4
-    again = Plan.from_json(parts.to_json())
-    assert again.fingerprint() == parts.fingerprint()
+    streams = small_plan(num_parts=[4, 1, 2], linear_tokens=2048.0, streams=[True, False, False])
+    assert len({one.fingerprint() for one in (whole, parts, streams, *others)}) == 5
+    for one in (parts, streams):
+        assert Plan.from_json(one.to_json()).fingerprint() == one.fingerprint()
     assert [one.get("parts") for one in orjson.loads(parts.to_json())["micro_batches"]] == [
         4,
         None,
@@ -170,6 +171,12 @@ def test_a_plan_in_parts_is_another_plan_and_comes_back_from_json() -> None:
         ({"num_parts": [2, 0, 1]}, "micro-batch 1 runs in 0 parts"),
         ({"num_parts": [2, 1, 1], "linear_tokens": -1.0}, "linear_tokens is -1.0"),
         ({"num_parts": [2, 1, 1], "linear_tokens": float("nan")}, "linear_tokens is nan"),
+        ({"num_parts": [2, 1, 1], "streams": [True]}, "streams has 1 entries; expected 3"),
+        ({"num_parts": [2, 1, 1], "streams": [True, True, False]}, "micro-batch 1 streams in 1"),
+        (
+            {"num_parts": [2] * 3, "streams": [True] * 3, "offload_ratios": [0.0, 1.0, 0.5]},
+            "ratio of micro-batch 2, a stream, is 0.5",
+        ),
     ],
 )
 def test_senseless_parts_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -149,7 +149,8 @@ def hdp_steps_of(arguments, plans, faults=()):
     executor = setup.build_executor(arguments, chunks, Timeline())
     cost_model = setup.cost_model_of(arguments, executor)
     corpus = open_split(arguments, split_specs(arguments)["train"])
-    steps = hdp_steps.HdpSteps(arguments, executor, cost_model, corpus, VOCABULARY)
+    with planned_by(plans[0]):  # it looks whether the longest sequence can be planned
+        steps = hdp_steps.HdpSteps(arguments, executor, cost_model, corpus, VOCABULARY)
     with ExitStack() as planted:
         planted.enter_context(torch._dynamo.config.patch(disable=not COMPILES))
         for target, replacement in faults:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_hdp.planner import Plan, slice_tokens
+from megatron_hdp.planner.validation import tokens_per_member
 
 
 def random_plan(
@@ -43,6 +44,33 @@ def random_plan(
     rng = np.random.default_rng(seed)  # so that parts change nothing else
     num_parts = rng.integers(1, most_parts, made.num_micro_batches, endpoint=True)
     return replace(made, num_parts=num_parts, linear_tokens=float(seed))
+
+
+def in_streams(plan, *, tokens_per_rank, seed):
+    """The plan under a smaller capacity: what exceeds it streams, and some of what does not."""
+    rng, every = np.random.default_rng(seed), np.ones(plan.num_micro_batches, dtype=bool)
+    run = slice(0, plan.num_micro_batches)
+
+    def fullest(num_parts):
+        made = replace(plan, num_parts=num_parts, streams=every)
+        return np.maximum.reduceat(tokens_per_member(made, run)[0], plan.rank_offsets[:-1])
+
+    num_parts = np.ones_like(plan.rank_offsets[:-1])
+    while (is_over := fullest(num_parts) > tokens_per_rank).any():
+        num_parts += is_over
+    streams = (num_parts > 1) | (rng.random(len(num_parts)) < 0.3)
+    num_parts += rng.integers(1, 3, len(num_parts))
+    num_parts = np.where(streams, num_parts, plan.parts_of_each)
+    ratios = rng.choice([0.0, 1.0], len(num_parts)) * streams
+    made = replace(
+        plan,
+        tokens_per_rank=tokens_per_rank,
+        num_parts=num_parts,
+        streams=streams,
+        offload_ratios=ratios,
+    )
+    made.validate(num_layers=1)
+    return made
 
 
 def _join(micro_batches, sequence, degree, sizes, capacity, rng):

@@ -6,6 +6,7 @@ tokens of those chunks, and one label token after each, are read, or a few more 
 predicts further tokens: they lie on another rank, and in the file behind the chunk.
 """
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -65,6 +66,8 @@ class RankMicroBatch:
     """Padded tokens of each whole sequence here."""
     parts: tuple[Part, ...] = ()
     """In the order of their tokens; empty where it runs whole."""
+    is_stream: bool = False
+    """Whether they keep only keys and values, and are computed again in backward."""
     sequence_ids: tuple[int, ...] = ()
     """Places in the step's sequences, ring slices first, then whole sequences."""
     sources: tuple[int, ...] = ()
@@ -226,6 +229,7 @@ def read_micro_batch(
         ring_slices=tuple(size for part in parts for size in part.ring_slices),
         local_lengths=tuple(size for part in parts for size in part.local_lengths),
         parts=tuple(part.told() for part in parts) if len(parts) > 1 else (),
+        is_stream=bool(share.streams[slot]),
         sequence_ids=tuple(share.ids[begin:end].tolist()),
         sources=tuple(share.sources[begin:end].tolist()),
         index=int(share.indices[slot]),
@@ -306,8 +310,9 @@ def _parts_of(share: RankShare, slot: int) -> list[_Part]:
     begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
     border = begin + int(share.num_sharded[slot])
     multiple, num_parts = share.slice_multiple, int(share.num_parts[slot])
+    linear_tokens = math.inf if share.streams[slot] else share.linear_tokens
     sharded, whole = (
-        cut_in_parts(share.lengths[these].tolist(), num_parts, unit, share.linear_tokens)
+        cut_in_parts(share.lengths[these].tolist(), num_parts, unit, linear_tokens)
         for these, unit in (
             (slice(begin, border), 2 * len(ring) * multiple),
             (slice(border, end), multiple),

@@ -42,6 +42,8 @@ class RankShare:
     """Of each slot's micro-batch in the plan; `PADDING` for padding."""
     num_parts: Int64Array
     """In how many parts each slot runs."""
+    streams: Int64Array
+    """1 where they are those of a stream, else 0."""
     offload_ratios: Float64Array
     ring_offsets: Int64Array
     ring: Int64Array
@@ -144,6 +146,7 @@ class StepShares:
         num_sharded = np.where(sizes > 1, num_sequences, 0)
         ratios = np.where(is_padding, 0.0, plan.offload_ratios[m])
         num_parts = np.where(is_padding, 1, plan.parts_of_each[m])
+        streams = np.where(is_padding, 0, plan.is_stream[m].astype(np.int64))
 
         slot_offsets, of_rings, of_ids = _offsets(counts), _offsets(sizes), _offsets(totals)
         shares = []
@@ -159,6 +162,7 @@ class StepShares:
                     linear_tokens=plan.linear_tokens,
                     indices=indices[here],
                     num_parts=num_parts[here],
+                    streams=streams[here],
                     offload_ratios=ratios[here],
                     ring_offsets=of_rings[begin : end + 1] - of_rings[begin],
                     ring=ring[of_rings[begin] : of_rings[end]],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,6 +49,16 @@ class StepInProgress:
         device = compute_device()
         self.source_losses = torch.zeros(self.num_sources, dtype=torch.float64, device=device)
         self.mtp_losses = torch.zeros(len(self.mtp_weights), dtype=torch.float64, device=device)
+
+    def without_backward(self) -> StepInProgress:
+        """The same step for forwards that keep no graph: what they find counts."""
+        found = copy(self)
+        found.learns = False
+        return found
+
+    def computed_again(self) -> StepInProgress:
+        """For forwards that run once more, because of their graph: what they find is known."""
+        return StepInProgress(self.num_sources, self.learns, self.own_loss, self.mtp_weights)
 
     def note_gradient(self, embedding: Any, inputs: Any, embedded: torch.Tensor) -> None:
         """Watches for the gradient of one micro-batch's embedding.
@@ -110,8 +121,9 @@ class ModelPass:
         if own_loss is not None:
             params.loss_head = partial(own_loss.of, micro_batch, tensors)
         targets = {name: tensors[name][None] for name in ("labels", "loss_mask")}
-        # without gradients nothing is saved
-        ratio = micro_batch.offload_ratio if torch.is_grad_enabled() else 0.0
+        # without gradients nothing is saved, and a stream's part goes back at once
+        is_saved = torch.is_grad_enabled() and not micro_batch.is_stream
+        ratio = micro_batch.offload_ratio if is_saved else 0.0
         with (
             self.offload.micro_batch(ratio, layout.num_tokens) as stash,
             emptied_kept(stash),

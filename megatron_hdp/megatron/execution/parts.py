@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.data.steps import RankMicroBatch
@@ -69,8 +71,24 @@ class _InParts(torch.autograd.Function):
         return torch.zeros(1, device=gradient.device), None
 
 
+@dataclass
+class _Part:
+    """What a part has been given, and what it has made until its backward."""
+
+    layout: TokenLayout
+    micro_batch: RankMicroBatch
+    tensors: dict[str, torch.Tensor]
+    received: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    """None in a stream."""
+    random: tuple[Any, ...] | None = None
+    """Where a stream has dropout: the generators' states before its forward."""
+
+
 class _Run:
     """One micro-batch: what its parts have made and are still to be given back.
+
+    Those of a stream keep their inputs and `EarlierKeys` alone, and are computed again in backward.
 
     Attributes:
         num_tokens: with loss, on the last stage.
@@ -84,12 +102,15 @@ class _Run:
         parts: Parts,
         model: Any,
     ) -> None:
-        self._how, self._step, self._parts, self._model = how, step, parts, model
-        self._layouts = layouts_of(micro_batch, how.model_pass.place.hdp_rank)
+        self._how, self._step, self._model = how, step, model
+        self._is_stream = micro_batch.is_stream
+        self._given = zip(
+            layouts_of(micro_batch, how.model_pass.place.hdp_rank), parts, strict=True
+        )
+        self._parts: list[_Part] = []
+        self._has_earlier = len(micro_batch.parts) > 1
         self.num_tokens = torch.zeros((), dtype=torch.int, device=compute_device())
         self._keys: defaultdict[int, EarlierKeys] = defaultdict(EarlierKeys)
-        self._made: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-        """Input and output of each part."""
 
     @property
     def _stages(self) -> StreamedComm:
@@ -98,27 +119,28 @@ class _Run:
 
     def forward(self) -> torch.Tensor:
         """The sum of the loss on the last stage, else a placeholder of the output."""
-        how, place = self._how, self._how.model_pass.place
+        how, place, learns = self._how, self._how.model_pass.place, torch.is_grad_enabled()
+        keeps_graphs = learns and not self._is_stream
+        step = self._step if keeps_graphs else self._step.without_backward()
         losses = []
-        for layout, (part, tensors) in zip(self._layouts, self._parts, strict=True):
-            received = None
+        for layout, (micro_batch, tensors) in self._given:
+            part = _Part(layout, micro_batch, tensors)
             if not place.is_first_stage:
-                received = self._stages.activations.receive()
-                received.requires_grad_(torch.is_grad_enabled())
-                get_attr_wrapped_model(self._model, "set_input_tensor")([received])
-            output, loss_of = how.model_pass(
-                *(self._step, part, tensors, layout, self._model),
-                keys=self._keys if len(self._layouts) > 1 else None,
-            )
+                part.received = self._stages.activations.receive()
+            if how.config.hidden_dropout and not keeps_graphs:
+                part.random = random._get_all_rng_states()
+            with torch.set_grad_enabled(keeps_graphs):
+                output, num_tokens = self._output_of(part, step)
             if place.is_last_stage:
-                output, num_tokens, _ = loss_of(output)
                 losses.append(output.detach())
                 self.num_tokens += num_tokens
             else:
                 self._stages.activations.send(output)
                 deallocate_output_tensor(output, how.config.deallocate_pipeline_outputs)
-            if torch.is_grad_enabled():
-                self._made.append((received, output))
+            if keeps_graphs:
+                part.output, part.tensors = output, {}
+            if learns:
+                self._parts.append(part)
         if not place.is_last_stage:
             return self._stages.placeholder()
         total = torch.stack(losses).sum()
@@ -126,22 +148,46 @@ class _Run:
         noted[-len(losses) :] = [torch.stack(noted[-len(losses) :]).sum()]
         return total
 
+    def _output_of(self, part: _Part, step: StepInProgress) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward of a part, the loss on the last stage, and its tokens with loss there."""
+        if part.received is not None:
+            part.received.requires_grad_(torch.is_grad_enabled())
+            get_attr_wrapped_model(self._model, "set_input_tensor")([part.received])
+        output, loss_of = self._how.model_pass(
+            *(step, part.micro_batch, part.tensors, part.layout, self._model),
+            keys=self._keys if self._has_earlier else None,
+        )
+        if not self._how.model_pass.place.is_last_stage:
+            return output, self.num_tokens
+        output, num_tokens, _ = loss_of(output)
+        return output, num_tokens
+
+    def _again(self, part: _Part) -> torch.Tensor:
+        """The output of a stream's part, with a graph, from the same random numbers."""
+        with torch.enable_grad(), ExitStack() as stack:
+            if part.random is not None:
+                stack.enter_context(random._fork_rng())
+                random._set_all_rng_states(*part.random)
+            output, _ = self._output_of(part, self._step.computed_again())
+        return output
+
     def backward(self, gradient: torch.Tensor) -> None:
         """Goes through the parts from the last to the first; `gradient` is that of the loss."""
         how, place = self._how, self._how.model_pass.place
         noted, before = self._step.gradient_norms, len(self._step.gradient_norms)
-        while self._made:
-            received, output = self._made.pop()
+        while self._parts:
+            part = self._parts.pop()
+            output = self._again(part) if part.output is None else part.output
             if not place.is_last_stage:
                 gradient = self._stages.gradients.receive()
-            with how.grad_sync.held_back(bool(self._made)):
-                if how.config.deallocate_pipeline_outputs:
+            with how.grad_sync.held_back(bool(self._parts)):
+                if how.config.deallocate_pipeline_outputs and part.output is not None:
                     custom_backward(output, gradient)
                 else:
                     torch.autograd.backward(output, gradient)
-            if received is not None:
-                assert received.grad is not None, "it was an input"
-                self._stages.gradients.send(received.grad)
+            if part.received is not None:
+                assert part.received.grad is not None, "it was an input"
+                self._stages.gradients.send(part.received.grad)
         if len(noted) > before:  # of the micro-batch, not of its parts
             noted[before:] = [torch.linalg.vector_norm(torch.stack(noted[before:]))]
 

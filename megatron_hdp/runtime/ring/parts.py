@@ -89,9 +89,9 @@ class EarlierKeys:
         self._gradients: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(self, layout: PartLayout, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps what later parts see of this one; again, where it is computed again."""
+        """Keeps what later parts see of this one; where it is computed again, that is kept."""
         for kind, is_seen in layout.is_seen_later.items():
-            if is_seen:
+            if is_seen and (kind, layout.part) not in self._kept:
                 rows = layout.last_rows(kind)
                 self._kept[kind, layout.part] = _own(k[rows]), _own(v[rows])
 

@@ -12,7 +12,7 @@ from megatron_hdp.data.steps import Reader, StepShares, padding_micro_batch, rea
 from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.planner import MicroBatch, Plan, chunk_tokens, plan
 from megatron_hdp.planner.lockstep import PADDING
-from tests.support.random_plans import random_plan
+from tests.support.random_plans import in_streams, random_plan
 
 # A busy machine is no failure.
 examples = settings(max_examples=60)
@@ -365,8 +365,11 @@ def test_dropped_sequences_carry_nothing():
     assert not part.tokens.any() and not part.loss_mask.any()
 
 
-def tokens_by_place(plan_, lengths, multiple):
-    """What all ranks hold: by sequence and position its token, label and whether it has loss."""
+def tokens_by_place(plan_, lengths, multiple, most=200):
+    """What all ranks hold: by sequence and position its token, label and whether it has loss.
+
+    A part holds at most `most` tokens.
+    """
     file = CountingFile(lengths)
     table, rows = SequenceTable.build(np.array(lengths), max_length=200), np.arange(len(lengths))
     found = {}
@@ -374,7 +377,7 @@ def tokens_by_place(plan_, lengths, multiple):
         for rank in plan_.micro_batch(m).ranks:
             whole = read(plan_, m, rank, rows, table, file, token_multiple=multiple, num_further=2)
             parts = whole.in_parts()
-            check_parts(whole, parts, int(plan_.parts_of_each[m]), multiple)
+            check_parts(whole, parts, int(plan_.parts_of_each[m]), multiple, most)
             for part in parts:
                 held = part.sequence_index, part.positions, part.tokens, part.labels
                 further = (*part.further_labels.reshape(2, -1), *part.further_mask.reshape(2, -1))
@@ -386,7 +389,7 @@ def tokens_by_place(plan_, lengths, multiple):
     return found
 
 
-def check_parts(whole, parts, num_parts, multiple):
+def check_parts(whole, parts, num_parts, multiple, most):
     assert len(parts) == num_parts and len(whole.parts) == (num_parts if num_parts > 1 else 0)
     assert whole.ring_slices == tuple(size for part in parts for size in part.ring_slices)
     assert whole.local_lengths == tuple(size for part in parts for size in part.local_lengths)
@@ -394,6 +397,7 @@ def check_parts(whole, parts, num_parts, multiple):
         num_tokens = sum(part.ring_slices) + sum(part.local_lengths)
         assert len(part.tokens) == num_tokens >= 2 * multiple and num_tokens % multiple == 0
         assert not told.padding or part.local_lengths[-1] == told.padding
+        assert num_tokens - told.padding <= most
 
 
 @examples
@@ -409,6 +413,8 @@ def test_parts_hold_what_the_whole_holds(lengths, ranks, multiple, seed):
     whole = tokens_by_place(made, lengths, multiple)
     assert len(whole) == sum(lengths)
     assert tokens_by_place(parts, lengths, multiple) == whole
+    streams = in_streams(made, tokens_per_rank=30, seed=seed)
+    assert tokens_by_place(streams, lengths, multiple, most=30) == whole
 
 
 def test_a_sequence_is_taken_out_of_all_parts():
