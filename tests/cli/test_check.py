@@ -309,8 +309,8 @@ def test_exit_code_text_and_json(tmp_path, capsys):
     assert main(["check", path, "--gpus", "8", "--json", "--preset", "byted"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["is_sound"] and figures["step"]["preset"] == "byted"
-    parts = ("weights", "gradients", "optimizer", "activations", "recomputed", "backward")
-    parts += ("ring_buffers", "second_stream", "in_flight", "loss", "runtime")
+    parts = ("weights", "gradients", "optimizer", "activations", "keys", "recomputed")
+    parts += ("backward", "ring_buffers", "second_stream", "in_flight", "loss", "runtime")
     assert figures["needed_bytes"] == pytest.approx(sum(figures["memory"][part] for part in parts))
     assert figures["reserve_bytes"] == RESERVE * 80e9
     assert main(["check", path, "--gpus", "8", "--gpu-memory", "4GB"]) == 1

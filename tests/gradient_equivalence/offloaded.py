@@ -11,6 +11,7 @@ from tests.gradient_equivalence.case import (
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
 from tests.gradient_equivalence.settings import (
     EVERY_MODULE,
+    IN_PARTS,
     LONG,
     MHA,
     MTP,
@@ -53,6 +54,12 @@ def _offload() -> dict[str, Case]:
         ),
         "tp2-sp": (4, four | TP2_SP),
         "pp2": (4, layers(8) | PP2),
+        "pp2-parts": (4, joined(layers(8), PP2, IN_PARTS)),
+        "pp2-parts-layernorm-tp2-sp": (
+            8,
+            joined(layers(8), PP2, TP2_SP, IN_PARTS, recomputing("layernorm", "core_attn")),
+        ),
+        "pp2-parts-full-recompute": (4, joined(layers(8), PP2, IN_PARTS, RECOMPUTE)),
         "pp2-virtual": (4, layers(8) | PP2 | v2),
         "pp2-virtual-full-recompute": (4, joined(layers(8), PP2, v2, RECOMPUTE)),
         "pp2-full-recompute": (4, joined(layers(8), PP2, RECOMPUTE)),

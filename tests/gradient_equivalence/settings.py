@@ -22,6 +22,7 @@ SHORT = {"window_size": "9,0"}  # shorter than chunks of most plans
 LONG = {"window_size": "70,0"}  # over several of them
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 PARTS = "pipeline_model_parallel_layout"
+IN_PARTS = {"hdp_sequence_parts": 5}
 SHARED_EXPERTS = {"moe_shared_expert_intermediate_size": 20}
 
 

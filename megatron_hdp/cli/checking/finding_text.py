@@ -12,6 +12,7 @@ _ROWS = (
     ("gradients", "gradients", "float32"),
     ("optimizer", "optimizer state", "{optimizer}"),
     ("activations", "activations", "{activations}"),
+    ("keys", "keys of parts", "K and V that later parts see, their float32 gradients"),
     ("recomputed", "recomputed layers", "whole while backward is in them"),
     ("backward", "a layer's backward", "gradients at the busiest moment"),
     ("ring_buffers", "ring buffers", "K and V twice, their float32 gradients twice"),

@@ -190,7 +190,6 @@ def _check_parts(args: TrainingArguments) -> None:
         )
     refused = {
         "virtual stages": num_model_chunks(args) > 1,
-        "--hdp-offload": args.hdp_offload != "off",
         "--num-experts": args.num_experts is not None,
         "--window-size": args.window_size is not None,
         "--multi-latent-attention": args.multi_latent_attention,

@@ -6,6 +6,7 @@ Design: `docs/design/memory.md`.
 from megatron_hdp.planner.memory.activations import (
     kept_after_forward,
     kept_of_part,
+    keys_of_part,
     second_stream_kept_of_part,
 )
 from megatron_hdp.planner.memory.gpu import (
@@ -29,6 +30,7 @@ __all__ = [
     "fullest_stage",
     "kept_after_forward",
     "kept_of_part",
+    "keys_of_part",
     "most_tokens_per_rank",
     "num_communicators",
     "second_stream_kept_of_part",

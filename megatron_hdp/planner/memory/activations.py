@@ -152,15 +152,7 @@ def kept_after_forward(job: Job) -> float:
 
 
 def kept_of_part(job: Job, part: Sequence[Layer]) -> float:
-    """Bytes of one token that a part of the model holds between its forward and backward.
-
-    Where micro-batches run in parts that is also K and V for later ones, and their float32
-    gradients, which take the place of what those have given back.
-    """
-    if job.runs_parts:
-        travelling = sum(layer.attention.travelling_size for layer in part)
-        of_keys = travelling * (job.value_bytes + _FLOAT32) / job.tensor_ranks
-        return of_keys + kept_of_part(replace(job, runs_parts=False), part)
+    """Bytes of one token that a part of the model holds between its forward and backward."""
     if job.recompute == "full":
         inputs = [job.value_bytes * layer.hidden_size * job.token_share for layer in part]
         if job.recompute_method == "uniform":
@@ -168,6 +160,17 @@ def kept_of_part(job: Job, part: Sequence[Layer]) -> float:
         recomputed = job.recomputed_of(len(part))
         return sum(inputs[:recomputed]) + sum(_whole(job, part[recomputed:]))
     return sum(_whole(job, part))
+
+
+def keys_of_part(job: Job, part: Sequence[Layer]) -> float:
+    """Bytes of one token that these layers hold beside it for later parts of its micro-batch.
+
+    K and V, and their float32 gradients, which take the place of what later parts have given back.
+    They stay on the device whatever is offloaded, since every later part reads them; 0 where
+    micro-batches run whole.
+    """
+    travelling = sum(layer.attention.travelling_size for layer in part) * job.runs_parts
+    return travelling * (job.value_bytes + _FLOAT32) / job.tensor_ranks
 
 
 def kept_of_further(job: Job) -> float:

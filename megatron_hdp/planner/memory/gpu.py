@@ -14,6 +14,7 @@ from megatron_hdp.planner.memory.activations import (
     halo_bytes,
     kept_of_further,
     kept_of_part,
+    keys_of_part,
     recomputed_bytes,
     ring_bytes,
     second_stream_bytes,
@@ -45,6 +46,8 @@ class StageMemory:
     optimizer: float
     activations: float
     """Between forward and backward, of as many full micro-batches as are alive."""
+    keys: float
+    """What their parts keep of keys and values for later parts, whatever waits on the host."""
     recomputed: float
     """Layers that backward has recomputed and not yet left."""
     backward: float
@@ -64,7 +67,7 @@ class StageMemory:
         state = self.weights + self.gradients + self.optimizer + self.runtime
         work = self.recomputed + self.backward + self.loss
         work += self.ring_buffers + self.second_stream + self.in_flight
-        return state + self.activations + work
+        return state + self.activations + self.keys + work
 
 
 def num_communicators(job: Job) -> int:
@@ -137,6 +140,9 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
     experts = of_layers.experts / job.expert_ranks / job.expert_tensor_ranks
     weights, b = dense + experts, job.value_bytes
     beside = job.most_alive(stage, [second_stream_kept_of_part(job, part) for part in parts])
+    of_keys = [keys_of_part(job, part) for part in parts]
+    if last:
+        of_keys[-1] += keys_of_part(job, shape.further)
     at_work = {*layers, *(shape.further if last else ())}  # without layers none is
     return StageMemory(
         stage=stage,
@@ -144,6 +150,7 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
         gradients=_GRADIENT * weights,
         optimizer=_optimizer_bytes(job, dense, experts),
         activations=waiting_activations(job, stage) * job.tokens_per_rank,
+        keys=job.most_alive(stage, of_keys) * tokens,
         recomputed=recomputed_bytes(job, stage) * tokens,
         # and the gradient of one weight, before it is added to the others
         backward=max((backward_bytes(job, layer) for layer in at_work), default=0.0) * tokens

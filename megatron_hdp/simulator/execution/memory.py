@@ -15,6 +15,7 @@ from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner.memory import (
     Job,
     kept_of_part,
+    keys_of_part,
     second_stream_kept_of_part,
     stage_memory,
 )
@@ -31,6 +32,8 @@ class MemoryCosts:
     """Weights, gradients, optimizer state, libraries; one entry a stage."""
     row_bytes_per_token: tuple[float, ...]
     """Activations between forward and backward; one entry a row: stages of every model chunk."""
+    row_keys_per_token: tuple[float, ...] = (0.0,)
+    """Beside them what stays on the device for later parts, likewise or the same of all rows."""
     work_tokens: tuple[float, ...] = (0.0,)
     """Tokens for which working memory is given; linear between them."""
     work_bytes: tuple[tuple[float, ...], ...] = ()
@@ -49,7 +52,9 @@ class MemoryCosts:
             of_sizes = [stage_memory(job, stage, size) for size in sizes]
             state = of_sizes[0]
             fixed.append(state.weights + state.gradients + state.optimizer + state.runtime)
-            work.append(tuple(one.total - fixed[-1] - one.activations for one in of_sizes))
+            alive = [one.activations + one.keys for one in of_sizes]
+            pairs = zip(of_sizes, alive, strict=True)
+            work.append(tuple(one.total - fixed[-1] - waiting for one, waiting in pairs))
         beside = [second_stream_kept_of_part(job, part) for part in job.parts]
         held = [
             job.most_alive(stage, beside[stage :: job.stages]) * job.tokens_per_rank
@@ -59,6 +64,7 @@ class MemoryCosts:
         return cls(
             fixed_bytes=tuple(fixed),
             row_bytes_per_token=tuple(kept_of_part(job, part) + one for part, one in rows),
+            row_keys_per_token=tuple(keys_of_part(job, part) for part in job.parts),
             work_tokens=tuple(float(size) for size in sizes),
             work_bytes=tuple(
                 tuple(one - kept for one in of_sizes)
@@ -78,7 +84,7 @@ class MemoryCosts:
         share_leaving = leaving / np.maximum(1, row_layers)
         whole: Float64Array = np.outer(self.row_bytes_per_token, tokens)
         resident: Float64Array = whole * (1 - np.outer(share_leaving, ratios))
-        return resident
+        return resident + np.outer(self.row_keys_per_token, tokens)
 
     def working_bytes(self, stage: int, tokens: Int64Array) -> Float64Array:
         """Working memory of micro-batches while they run; none where nothing runs."""

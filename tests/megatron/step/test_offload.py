@@ -51,6 +51,7 @@ PLANNED = {  # layers, stages, the rest, layers that the cost model is for and t
     "alone": (6, 1, {}, 6, 6),
     "stages": (12, 2, {}, 6, 6),
     "virtual": (12, 2, VIRTUAL, 6, 6),
+    "parts": (12, 2, {"hdp_sequence_parts": 4}, 6, 6),
     "uneven": (7, 2, {PARTS: "Et*3|t*4L"}, 4, 3),
     "uneven-virtual": (7, 2, {PARTS: "E|t|t*3|t*3,L"}, 4, 3),
 }

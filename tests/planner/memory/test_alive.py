@@ -54,6 +54,17 @@ def test_transfers_that_the_gpu_is_not_past_hold_a_bound():
     assert stage_memory(JOB, 0, 10**7).in_flight == 4 * 10 * kv_bytes > IN_FLIGHT_BYTES
 
 
+def test_keys_of_parts_are_held_beside_what_waits_and_never_leave():
+    """Of a token K, V and float32 gradients of both, in each of the stage's layers."""
+    whole, parts = replace(JOB, stages=4), replace(JOB, stages=4, runs_parts=True)
+    a_token = 2 * (64 // 8) * 4 * (2 + 4) * (24 // 4)
+    for tokens in (1024, 4096):  # more than a capacity: offloaded
+        before, found = (stage_memory(job, 1, tokens) for job in (whole, parts))
+        assert before.keys == 0 and found.keys == 3 * a_token * tokens
+        assert found.activations == before.activations
+    assert found.total >= before.total + found.keys
+
+
 def test_the_first_stage_needs_that_much_more_for_activations():
     plain = stage_memory(replace(JOB, stages=4), 0)
     virtual = stage_memory(replace(JOB, stages=4, model_chunks=2), 0)
