@@ -99,6 +99,8 @@ py::dict to_dict(hdp::Answer& answer) {
   result["offload_ratios"] = widened<double>(plan.offload_ratios, num_micro_batches, 0.0);
   result["positions"] = py::none();
   if (!plan.positions.empty()) result["positions"] = widened(plan.positions);
+  result["num_parts"] = py::none();
+  if (!plan.num_parts.empty()) result["num_parts"] = widened(plan.num_parts);
   result["makespan_s"] = answer.schedule.makespan_s;
   result["lower_bound_s"] = answer.lower_bound_s;
   result["perfect_s"] = answer.perfect_s;
@@ -165,6 +167,7 @@ hdp::CostModel to_cost_model(const py::dict& given) {
   fields.take("window_tokens", cost.window_tokens);
   fields.take("window_share", cost.window_share);
   fields.take("halo_s", cost.halo_s);
+  fields.take("query_ratio", cost.query_ratio);
   const py::object lengths = fields.take("attention_lengths");
   cost.attention = to_table(lengths, fields.take("attention_seconds"));
   fields.end();
@@ -184,6 +187,8 @@ hdp::Problem to_problem(const py::kwargs& given) {
   problem.row_weights = to_numbers("row_weights", fields.take("row_weights"));
   fields.take("offload", problem.offload);
   fields.take("effort", problem.effort);
+  fields.take("sequence_parts", problem.sequence_parts);
+  fields.take("linear_tokens", problem.linear_tokens);
   fields.take("expert_ranks", problem.expert_ranks);
   problem.speeds = to_numbers("rank_speeds", fields.take("rank_speeds"));
   problem.cost = to_cost_model(py::cast<py::dict>(fields.take("cost_model")));
@@ -200,6 +205,25 @@ py::dict plan(const hdp::Problem& problem, const std::string& strategy) {
   return to_dict(answer);
 }
 
+// The makespan of any plan, for tests.
+double makespan_s(const hdp::Problem& problem, const py::kwargs& given) {
+  Fields fields("the plan", given);
+  hdp::Plan plan;
+  const auto take = [&](const char* name, auto& values) {
+    values = py::cast<std::remove_reference_t<decltype(values)>>(fields.take(name));
+  };
+  take("rank_offsets", plan.rank_offsets);
+  take("ranks", plan.ranks);
+  take("sequence_offsets", plan.sequence_offsets);
+  take("sequences", plan.sequences);
+  take("local_offsets", plan.local_offsets);
+  take("local_sequences", plan.locals.sequences);
+  take("local_ranks", plan.locals.ranks);
+  take("num_parts", plan.num_parts);
+  fields.end();
+  return hdp::simulate(problem, plan).makespan_s;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
@@ -207,6 +231,7 @@ PYBIND11_MODULE(_core, module, py::mod_gil_not_used()) {
   module.attr("STRATEGIES") = py::tuple(py::cast(hdp::strategies()));
   py::class_<hdp::Problem>(module, "Problem").def(py::init(&to_problem));
   module.def("plan", &plan, py::arg("problem"), py::arg("strategy"));
+  module.def("makespan_s", &makespan_s, py::arg("problem"));
   module.def("tight_bound_s", &hdp::checked_tight_bound_s, py::arg("problem"),
              py::call_guard<py::gil_scoped_release>());
 }

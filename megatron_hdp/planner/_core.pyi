@@ -19,6 +19,7 @@ class _Answer(TypedDict):
     ring_tokens: float
     max_tokens_on_a_rank: int
     positions: NDArray[np.int64] | None
+    num_parts: NDArray[np.int64] | None
     num_positions: int
     padding_share: float
 
@@ -36,6 +37,8 @@ class Problem:
         row_weights: NDArray[np.float64],
         offload: bool,
         effort: int,
+        sequence_parts: int,
+        linear_tokens: float,
         expert_ranks: int,
         rank_speeds: NDArray[np.float64],
         cost_model: Mapping[str, float | NDArray[np.int64] | NDArray[np.float64]],
@@ -44,4 +47,5 @@ class Problem:
 STRATEGIES: tuple[str, ...]
 
 def plan(problem: Problem, strategy: str) -> _Answer: ...
+def makespan_s(problem: Problem, **plan: NDArray[np.int64] | NDArray[np.int32]) -> float: ...
 def tight_bound_s(problem: Problem) -> float: ...

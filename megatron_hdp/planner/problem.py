@@ -16,6 +16,7 @@ from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.flat_plan import PlanError, frozen
+from megatron_hdp.planner.parts import linear_tokens
 from megatron_hdp.planner.pipeline import Pipeline
 
 OFFLOAD = ("auto", "off")
@@ -23,6 +24,7 @@ _OF_COSTS = (
     *("a", "linear_s_per_token", "g", "kv_bytes_per_token", "attention_b", "merge_b", "b_experts"),
     *("intra_node_bytes_per_s", "inter_node_bytes_per_s", "ranks_per_node", "num_layers"),
     *("activation_bytes_per_token", "host_bytes_per_s", "window_tokens", "window_share", "halo_s"),
+    "query_ratio",
 )
 """What C++ knows of a cost model by the same names; it refuses others."""
 _INTEGERS = (
@@ -117,6 +119,8 @@ class Problem:
             row_weights=self.pipeline.row_weights,
             offload=self.offload == "auto",
             effort=self.effort,
+            sequence_parts=self.sequence_parts,
+            linear_tokens=linear_tokens(int(self.lengths.max()), cost),
             expert_ranks=self.expert_parallel_size,
             rank_speeds=np.array(cost.rank_speeds, dtype=np.float64),
             cost_model={

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.planner import CostModel, evaluate, plan
 from megatron_hdp.planner.evaluation import durations_s
-from megatron_hdp.planner.lockstep import slots
-from megatron_hdp.planner.parts import cut_in_parts, part_sizes
+from megatron_hdp.planner.extension import _core
+from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.parts import cut_in_parts, linear_tokens, part_sizes
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import (
     RankLists,
@@ -20,6 +21,7 @@ from megatron_hdp.planner.pipeline_evaluation import (
     pipeline_schedule,
     waits_of_parts,
 )
+from megatron_hdp.planner.problem import Problem
 from tests.planner.blocking import one_forward_one_backward
 from tests.planner.problems import repeatable
 from tests.planner.test_interleaved_execution import with_paddings_named
@@ -213,6 +215,46 @@ def test_rings_that_take_parts_in_another_order_hang():
         assert drawn.run() is not None
         stuck += drawn.run(broken={1}) is None
     assert stuck > 0
+
+
+@slowly
+@given(
+    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=30),
+    ranks=st.integers(2, 4),
+    stages=st.integers(2, 4),
+    weighted=st.booleans(),
+    speeds=st.booleans(),
+    ratio=st.sampled_from([0.0, 0.6, 3.5]),
+    seed=st.integers(0, 10**6),
+)
+def test_cpp_and_python_execute_parts_alike(lengths, ranks, stages, weighted, speeds, ratio, seed):
+    draw = np.random.default_rng(seed)
+    made = random_plan(np.array(lengths), ranks=ranks, tokens_per_rank=64, seed=seed)
+    assume(not any(PADDING in one for one in slots(made, aligned=True)))  # C++ refuses the others
+    weights = draw.uniform(0.5, 1.5, stages) if weighted else None
+    costs = CostModel(
+        a=1e-3, b=1e-2, kv_bytes_per_token=1e3, g=1e-3, block_s=1e-3, merge_b=1e-3, num_layers=2,
+        intra_node_bytes_per_s=1e5, inter_node_bytes_per_s=4e4, inter_node_hop_s=1e-3,
+        ranks_per_node=2, query_ratio=ratio, rank_speeds=(0.5, 1.0, 2.0, 1.5)[: ranks * speeds],
+    )  # fmt: skip
+    problem = Problem.of(
+        lengths, ranks=ranks, tokens_per_rank=64, cost_model=costs, pipeline_stages=stages,
+        stage_weights=weights, sequence_parts=9,
+    )  # fmt: skip
+    parts = draw.integers(1, 10, made.num_micro_batches)
+    tokens = linear_tokens(max(lengths), costs)
+    expected = evaluate(
+        replace(made, num_parts=parts, linear_tokens=tokens),
+        costs,
+        stages,
+        1,
+        problem.pipeline.weights,
+    )
+    arrays = ("rank_offsets", "ranks", "sequence_offsets", "sequences")
+    arrays += ("local_offsets", "local_sequences", "local_ranks")
+    told = {name: getattr(made, name) for name in arrays}
+    found = _core.makespan_s(problem.core, **told, num_parts=parts)
+    assert found == pytest.approx(expected.makespan_s, rel=1e-9)
 
 
 def test_parts_make_a_step_shorter_or_the_plan_stays_as_it_is():

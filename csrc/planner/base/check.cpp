@@ -15,6 +15,7 @@ constexpr int64_t kMostTokens = int64_t{1} << 40;
 constexpr int64_t kMostRanks = int64_t{1} << 20;
 constexpr int64_t kMostLayers = int64_t{1} << 20;
 constexpr int64_t kMostStages = 1024;
+constexpr int64_t kMostParts = 1024;
 constexpr int64_t kMostEffort = 1'000'000;
 constexpr double kLeastNumber = 1e-30;
 constexpr double kGreatestNumber = 1e30;
@@ -85,6 +86,7 @@ void check_cost_model(const CostModel& cost) {
       {"kv_bytes_per_token", cost.kv_bytes_per_token},
       {"window_share", cost.window_share},
       {"halo_s", cost.halo_s},
+      {"query_ratio", cost.query_ratio},
       {"activation_bytes_per_token", cost.activation_bytes_per_token},
   };
   const std::string of = "cost model: ";
@@ -180,6 +182,8 @@ void check(const Problem& problem) {
   check_range("slice multiple", problem.slice_multiple, kMostTokens);
   check_range("pipeline stages", problem.pipeline_stages, kMostStages);
   check_row_weights(problem);
+  check_range("sequence parts", problem.sequence_parts, kMostParts);
+  check_number("linear tokens", problem.linear_tokens, true);
   check_range("effort", problem.effort, kMostEffort);
   check_expert_ranks(problem);
   check_cost_model(problem.cost);

@@ -39,6 +39,7 @@ struct CostModel {
   int64_t window_tokens = 0;  // that a query sees in layers with a window; 0: none has one
   double window_share = 0;    // the part of a that belongs to these layers
   double halo_s = 0;          // s of a ring for what it sends in them, whatever it holds
+  double query_ratio = 0;     // bytes that go around for a token's queries, per those of its keys
 };
 
 // A count or an id as an index of a vector.
@@ -103,6 +104,8 @@ struct Problem {
   std::vector<double> row_weights;
   bool offload = false;        // activations may go to host memory
   int64_t effort = 1;          // scales the number of iterations of local search
+  int64_t sequence_parts = 1;  // the most parts of a micro-batch
+  double linear_tokens = 0;    // where parts are cut: what a token takes besides attention, in keys
   int64_t expert_ranks = 1;    // so many neighbouring ranks share experts, and run in lockstep
   std::vector<double> speeds;  // by rank; 1 is what the cost model describes; empty: all 1
   CostModel cost;
@@ -125,6 +128,7 @@ struct Plan {
   std::vector<int32_t> local_offsets{0};  // up to the last micro-batch with locals
   Locals locals;
   std::vector<double> offload_ratios;  // up to the last micro-batch with another one than 0
+  std::vector<int32_t> num_parts;  // of the micro-batches; empty: all run whole
   std::vector<int32_t> positions;  // of the micro-batches in their ranks' lists; empty: not given
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(rank_offsets.size()) - 1; }
@@ -144,6 +148,9 @@ struct Plan {
     const auto i = index(m);
     return i < offload_ratios.size() ? offload_ratios[i] : 0;
   }
+
+  // In how many parts micro-batch m runs.
+  int64_t parts(int64_t m) const { return num_parts.empty() ? 1 : num_parts[index(m)]; }
 
   // Makes room for so many in all, so that appending does not move what is there.
   void reserve(std::size_t num_micro_batches, std::size_t num_members, std::size_t num_sequences);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/base/parts.hpp"
 #include "planner/base/slices.hpp"
 
 namespace hdp {
@@ -31,8 +32,15 @@ struct Sum {
 class RingTime {
  public:
   RingTime(const Problem& problem, const Plan& plan, int64_t m)
-      : problem_(problem), ring_(plan.ring(m)) {
+      : problem_(problem), ring_(plan.ring(m)), num_parts_(plan.parts(m)) {
     for (const SequenceId id : plan.sharded(m)) sum_.add(problem, id, degree());
+    if (num_parts_ > 1 && degree() > 1) {
+      std::vector<double> lengths;
+      for (const SequenceId id : plan.sharded(m)) {
+        lengths.push_back(static_cast<double>(problem.lengths[index(id)]));
+      }
+      sizes_ = part_sizes(lengths, num_parts_, problem.linear_tokens);
+    }
     const int64_t per_node = problem.cost.ranks_per_node;
     const int64_t node = *ring_.first / per_node;
     one_node_ =
@@ -41,15 +49,18 @@ class RingTime {
 
   int64_t degree() const { return ring_.last - ring_.first; }
   const Sum& sum() const { return sum_; }
+  int64_t num_parts() const { return num_parts_; }
 
   // Seconds of a member that has `local_s` of its own sequences.
   double member_s(int32_t rank, double local_s) const {
     const auto d = static_cast<double>(degree());
     const double speed = problem_.speed(rank);
+    const double attention = sum_.attention_s / d / speed;
     const double exposed =
-        exposed_s(problem_.cost, degree(), sum_.tokens, sum_.attention_s / d / speed, one_node_);
-    const double overhead =
-        fixed_s(problem_.cost, degree()) + merge_s(problem_.cost, degree(), sum_.tokens);
+        sizes_.empty() ? exposed_s(problem_.cost, degree(), sum_.tokens, attention, one_node_)
+                       : exposed_s(problem_.cost, degree(), sizes_, attention, one_node_);
+    const double overhead = fixed_s(problem_.cost, degree(), sum_.tokens, num_parts_) +
+                            merge_s(problem_.cost, degree(), sum_.tokens);
     return (sum_.compute_s / d + local_s + overhead) / speed + exposed;
   }
 
@@ -64,7 +75,9 @@ class RingTime {
  private:
   const Problem& problem_;
   Span ring_;
+  int64_t num_parts_;
   Sum sum_;
+  std::vector<PartSize> sizes_;  // of a ring in parts
   bool one_node_ = true;
 };
 
@@ -94,7 +107,8 @@ MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_
     const int32_t rank = plan.locals.ranks[index(i)];
     member.add(problem, plan.locals.sequences[index(i)], 1);
     if (i + 1 < last && plan.locals.ranks[index(i) + 1] == rank) continue;
-    const double local_s = member.compute_s + problem.cost.block_all_layers_s;
+    const double local_s = member.compute_s + static_cast<double>(ring.num_parts()) *
+                                                problem.cost.block_all_layers_s;
     load.seconds = std::max(load.seconds, ring.member_s(rank, local_s));
     load.tokens_on_a_rank =
         std::max(load.tokens_on_a_rank, ring.sum().slice_tokens + member.slice_tokens);
@@ -131,7 +145,11 @@ PipelineRun run_pipeline(const Problem& problem, const Plan& plan) {
   PipelineRun run;
   std::vector<double> seconds;
   run.schedule = sum_of_loads(problem, plan, [&](int64_t, double s) { seconds.push_back(s); });
-  run.ends = pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds, problem.num_ranks);
+  run.ends =
+      plan.num_parts.empty()
+          ? pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds, problem.num_ranks)
+          : pipeline_ends_in_parts(problem, plan.rank_offsets, plan.ranks, seconds, plan.num_parts,
+                                   problem.num_ranks);
   run.schedule.makespan_s = *std::max_element(run.ends.begin(), run.ends.end());
   return run;
 }

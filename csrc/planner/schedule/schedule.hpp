@@ -83,6 +83,15 @@ std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int3
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks);
 
+// The same of micro-batches that run in so many parts of equal time each, which pass from stage to
+// stage: forward in order, backward in reverse. For problem.model_chunks = 1.
+std::vector<double> pipeline_ends_in_parts(const Problem& problem,
+                                           const std::vector<int32_t>& rank_offsets,
+                                           const std::vector<int32_t>& ranks,
+                                           const std::vector<double>& seconds,
+                                           const std::vector<int32_t>& num_parts,
+                                           int64_t num_ranks);
+
 // Of neighbouring ranks that share experts and wait for each other at every position:
 
 // The position of each micro-batch in the lists of all its ranks: what the plan says, or the first

@@ -1,0 +1,116 @@
+#include "planner/base/parts.hpp"
+
+#include <cmath>
+
+#include "planner/base/cost_model.hpp"
+
+namespace hdp {
+namespace {
+
+// A cut this near to a border of sequences, as a share of a part, goes to the border.
+constexpr double kNear = 1.0 / 8 + 1e-9;
+
+// A sequence, and the tokens of it that lie before.
+struct Cut {
+  std::size_t sequence = 0;
+  double tokens = 0;
+};
+
+// Where each part but the last one ends; `ends` are the times up to the end of each sequence.
+std::vector<Cut> cuts_of(const std::vector<double>& ends, int64_t num_parts, double linear_tokens) {
+  const double part_s = ends.back() / static_cast<double>(num_parts);
+  const double near_s = kNear * part_s;
+  std::vector<Cut> cuts;
+  std::size_t i = 0;
+  for (int64_t number = 1; number < num_parts; ++number) {
+    const double at = static_cast<double>(number) * part_s;
+    while (i + 1 < ends.size() && ends[i] < at) ++i;
+    const double begin = i > 0 ? ends[i - 1] : 0;
+    if (at - begin <= near_s) {
+      cuts.push_back({i, 0});
+    } else if (ends[i] - at <= near_s) {
+      cuts.push_back({i + 1, 0});
+    } else {
+      const double root = std::sqrt(linear_tokens * linear_tokens + 4 * (at - begin));
+      cuts.push_back({i, (root - linear_tokens) / 2});
+    }
+  }
+  return cuts;
+}
+
+}  // namespace
+
+std::vector<PartSize> part_sizes(const std::vector<double>& lengths, int64_t num_parts,
+                                 double linear_tokens) {
+  std::vector<double> tokens{0};
+  std::vector<double> squares{0};
+  std::vector<double> ends;
+  for (const double length : lengths) {
+    tokens.push_back(tokens.back() + length);
+    squares.push_back(squares.back() + length * length);
+    ends.push_back((ends.empty() ? 0 : ends.back()) + length * (length + linear_tokens));
+  }
+  std::vector<PartSize> sizes;
+  sizes.reserve(index(num_parts));
+  Cut begin;
+  const auto end_at = [&](const Cut& end) {
+    const auto [i, x] = begin;
+    const auto [j, y] = end;
+    sizes.push_back({tokens[j] + y - (tokens[i] + x), x,
+                     squares[j] + y * y - (squares[i] + x * x)});
+    begin = end;
+  };
+  if (!ends.empty()) {
+    for (const Cut& cut : cuts_of(ends, num_parts, linear_tokens)) end_at(cut);
+  }
+  end_at({lengths.size(), 0});
+  return sizes;
+}
+
+double traffic_tokens(const PartSize& size, double query_ratio) {
+  const double keys = size.tokens + size.earlier;
+  const double queries = query_ratio * size.tokens;
+  return queries > 0 && queries < keys ? queries : keys;
+}
+
+double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
+                 double attention_s, bool one_node) {
+  double squares = 0;
+  for (const PartSize& size : sizes) squares += size.squares;
+  double seconds = 0;
+  for (const PartSize& size : sizes) {
+    seconds += exposed_s(cost, degree, traffic_tokens(size, cost.query_ratio),
+                         attention_s * (size.squares / squares), one_node);
+  }
+  return seconds;
+}
+
+double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num_parts) {
+  const auto parts = static_cast<double>(num_parts);
+  double seconds = parts * fixed_s(cost, degree);
+  if (num_parts > 1) {
+    seconds += (parts - 1) * static_cast<double>(degree) * cost.block_all_layers_s;
+    seconds += cost.merge_b * tokens * (1 - 1 / parts);
+  }
+  return seconds;
+}
+
+double ring_s(const Problem& problem, int64_t length, int64_t degree, int64_t num_parts,
+              bool one_node, double speed) {
+  const CostModel& cost = problem.cost;
+  const auto tokens = static_cast<double>(length);
+  const double rate = speed * static_cast<double>(degree);
+  const double own = compute_s(cost, length) / rate +
+                     (fixed_s(cost, degree, tokens, num_parts) + merge_s(cost, degree, tokens)) /
+                         speed;
+  if (degree == 1) return own;
+  const double attention = attention_s(cost, length) / rate;
+  const double exposed =
+      num_parts == 1
+          ? exposed_s(cost, degree, tokens, attention, one_node)
+          : exposed_s(cost, degree, part_sizes({tokens}, num_parts, problem.linear_tokens),
+                      attention, one_node);
+  return own + exposed;
+}
+
+}  // namespace hdp

@@ -1,0 +1,40 @@
+// Parts of a micro-batch: how large they are, and what rings expose that run in them. As
+// megatron_hdp/planner/parts.py says, operation by operation.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/base/types.hpp"
+
+namespace hdp {
+
+// What a part holds of sequences that follow each other.
+struct PartSize {
+  double tokens = 0;
+  double earlier = 0;  // tokens that earlier parts hold of the sequence that it begins within
+  double squares = 0;  // what it adds to the squares of the sequences' lengths
+};
+
+// Parts of equal time, if a sequence's first x tokens take x (x + linear_tokens).
+std::vector<PartSize> part_sizes(const std::vector<double>& lengths, int64_t num_parts,
+                                 double linear_tokens);
+
+// Tokens of which keys and values would take as many bytes as go around a ring for a part: its
+// queries, if that is less than its keys and those of earlier parts.
+double traffic_tokens(const PartSize& size, double query_ratio);
+
+// Seconds of traffic that attention does not hide on a member of a ring in parts of these sizes,
+// which takes `attention_s` for its share of all of them.
+double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
+                 double attention_s, bool one_node);
+
+// What a micro-batch in parts takes besides, on a rank of speed 1: fixed_s for each part, and for
+// each but the first a block a step and a merged result for the keys of earlier ones.
+double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num_parts);
+
+// ring_s and fixed_s of one sequence that has a ring to itself and runs in parts.
+double ring_s(const Problem& problem, int64_t length, int64_t degree, int64_t num_parts,
+              bool one_node, double speed = 1);
+
+}  // namespace hdp
