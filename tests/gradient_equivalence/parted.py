@@ -1,9 +1,21 @@
 """Rows whose micro-batches run in parts, and rows of streams."""
 
-from tests.gradient_equivalence.case import LENGTHS, PP2, TP2_SP, Case, joined
+from tests.gradient_equivalence.case import (
+    LENGTHS,
+    PP2,
+    TP2,
+    TP2_SP,
+    Case,
+    emptied_outputs,
+    joined,
+)
 from tests.gradient_equivalence.settings import (
+    BLOCK,
+    IN_PARTS,
     MHA,
     MQA,
+    MTP,
+    NO_BIAS,
     PP4,
     RECOMPUTE,
     SHARDED,
@@ -18,9 +30,18 @@ def parted() -> dict[str, Case]:
         "pp2-tp2-sp": (8, joined(MHA, PP2, TP2_SP)),
         "pp2-overlap-recompute": (4, joined(PP2, SHARDED, RECOMPUTE)),
         "pp4-mqa": (8, joined(MQA, PP4, layers(4))),
+        "pp2-full-recompute-tp2": (8, joined(PP2, TP2, RECOMPUTE)),
+        "pp2-block": (4, joined(PP2, layers(4), BLOCK)),
+        "pp2-modules": (4, joined(PP2, NO_BIAS, recomputing("core_attn", "layernorm", "mlp"))),
+        "pp2-mtp": (4, joined(PP2, MTP)),
+        "pp2-mtp-recompute": (4, joined(PP2, MTP, RECOMPUTE)),
+        "pp2-mtp-tp2-sp-modules": (8, joined(PP2, MTP, TP2_SP, recomputing("layernorm"))),
+        "pp2-logits": (4, joined(PP2, {"hdp_fused_loss": False})),
     }
     return {
-        f"parts/{name}": Case(ranks, settings | {"hdp_sequence_parts": 5}, (), 4, LENGTHS * 2)
+        f"parts/{name}": Case(
+            *(ranks, settings | IN_PARTS, (), 4, LENGTHS * 2), around=emptied_outputs
+        )
         for name, (ranks, settings) in rows.items()
     }
 

@@ -68,7 +68,7 @@ class HdpPackedSeqParams(PackedSeqParams):
     further: FurtherTokens | None = field(kw_only=True, default=None)
     """What is predicted behind labels; None where nothing is, or in evaluation."""
     earlier: Mapping[int, EarlierKeys] | None = field(kw_only=True, default=None)
-    """Where these are a part's tokens: of each layer, by its number, keys of earlier parts."""
+    """Where these are a part's tokens: of each layer, by its attention, keys of earlier parts."""
     loss_head: Callable[[LastStage], torch.Tensor] | None = field(kw_only=True, default=None)
     """What makes the loss's sum at the end of the model, instead of the cross entropy of labels."""
 
@@ -158,7 +158,7 @@ class HdpCoreAttention(MegatronModule):
         _refuse(attention_bias is not None, "an attention bias", "no bias")
         how: dict[str, Any] = {"window": self.window, "sink": self.softmax_offset}
         if params.earlier is not None:
-            how["earlier"] = params.earlier[self.layer_number]
+            how["earlier"] = params.earlier[id(self)]  # MTP layers may be numbered anew
         with self._without_fp8():
             out = params.attention(
                 query.squeeze(1),

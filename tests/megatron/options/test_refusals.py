@@ -93,7 +93,6 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
                 ("--num-experts 4", "--num-experts"),
                 (f"{WINDOW}", "--window-size"),
                 (f"{MLA}", MLA),
-                ("--mtp-num-layers 1", "--mtp-num-layers"),
                 ("--hdp-strategy naive", "--hdp-strategy naive"),
             )
         ),
