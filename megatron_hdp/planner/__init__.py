@@ -3,7 +3,7 @@
 Design: `docs/design/planning.md`.
 """
 
-from megatron_hdp.planner.bounds import compute_s, lower_bound_s, pipeline_lower_bound_s
+from megatron_hdp.planner.bounds import compute_s, lower_bound_s
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
 from megatron_hdp.planner.evaluation import Evaluation, Figures, evaluate, figures, replay
 from megatron_hdp.planner.make_plan import (
@@ -13,6 +13,7 @@ from megatron_hdp.planner.make_plan import (
     tight_bound_of,
     tight_bound_s,
 )
+from megatron_hdp.planner.pipeline_bounds import pipeline_lower_bound_s
 from megatron_hdp.planner.problem import Problem, told_as
 from megatron_hdp.planner.ring_ways import RingWays
 from megatron_hdp.planner.slices import chunk_tokens, slice_tokens

@@ -22,8 +22,6 @@ from megatron_hdp.planner.bounds import (
     links_of,
     lower_bound_s,
     merge_s,
-    pipeline_bound_of,
-    pipeline_target_s,
     sent_bytes,
     speeds_of,
     total_compute_s,
@@ -32,6 +30,7 @@ from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import counts_of, owners_of, pieces, span_of
 from megatron_hdp.planner.parts import part_sizes, traffic_tokens
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.pipeline_bounds import pipeline_bound_of, pipeline_target_s
 from megatron_hdp.planner.pipeline_evaluation import PipelineSchedule, pipeline_schedule
 from megatron_hdp.planner.types import Plan
 
@@ -237,14 +236,11 @@ class _Totals:
         """The fields of ``Figures`` but for the makespan."""
         plan, cost_model, pipeline = self._plan, self._cost_model, self._pipeline
         total_s = total_compute_s(plan.lengths, cost_model)
-        if plan.num_parts is None:
-            bound_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline.stages)
-            least_s = (
-                pipeline_bound_of(plan, cost_model, pipeline) if pipeline.stages > 1 else bound_s
-            )
-        else:  # the others take a sequence for one piece
-            bound_s = total_s / self._total_speed
-            least_s = bound_s / pipeline.stages
+        bound_s = least_s = lower_bound_s(plan.lengths, plan.num_ranks, cost_model, pipeline.stages)
+        if pipeline.stages > 1:
+            least_s = pipeline_bound_of(plan, cost_model, pipeline)
+            if plan.num_parts is not None:  # no sequence passes alone
+                bound_s = total_s / self._total_speed
         self._busy_s.setflags(write=False)
         return {
             "busy_s": self._busy_s,

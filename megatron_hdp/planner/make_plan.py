@@ -7,9 +7,10 @@ from typing import Unpack
 from numpy.typing import ArrayLike
 
 from megatron_hdp.nearest import nearest
-from megatron_hdp.planner.bounds import lockstep_bound_s, pipeline_bound_of
+from megatron_hdp.planner.bounds import lockstep_bound_s
 from megatron_hdp.planner.choosing_parts import in_parts
 from megatron_hdp.planner.extension import _core
+from megatron_hdp.planner.pipeline_bounds import pipeline_bound_of
 from megatron_hdp.planner.problem import Arguments, Problem
 from megatron_hdp.planner.serialisation import LOCKSTEP_KEYS
 from megatron_hdp.planner.types import Plan
@@ -93,7 +94,8 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
     makespan_s, lower_bound_s = answer["makespan_s"], answer["lower_bound_s"]
     cost_model, size = problem.cost_model, problem.expert_parallel_size
     if stages > 1:
-        lower_bound_s = pipeline_bound_of(made, cost_model, problem.pipeline, size)
+        most_parts = problem.sequence_parts
+        lower_bound_s = pipeline_bound_of(made, cost_model, problem.pipeline, size, most_parts)
     elif shares_experts:
         lower_bound_s = lockstep_bound_s(problem.lengths, problem.ranks, cost_model, size)
     summary = {

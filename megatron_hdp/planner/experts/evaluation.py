@@ -24,8 +24,6 @@ from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner.bounds import (
     fixed_s,
     lockstep_bound_s,
-    pipeline_bound_of,
-    pipeline_target_s,
     speeds_of,
     total_compute_s,
 )
@@ -33,6 +31,7 @@ from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.evaluation import Evaluation, evaluate, replay
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.pipeline_bounds import pipeline_bound_of, pipeline_target_s
 from megatron_hdp.planner.types import Plan
 
 _ONE_STAGE = Pipeline()
