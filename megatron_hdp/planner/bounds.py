@@ -233,5 +233,6 @@ def own_times_in_lockstep_s(
     tokens = np.asarray(lengths, dtype=np.int64)[..., None]
     shared_s = cost_model.b_experts * tokens * beside / (degrees * size)
     fastest = speeds_of(cost_model, num_ranks).max()
-    own: Float64Array = own_times_s(lengths, num_ranks, dense, pipeline_stages, parts)
-    return own + shared_s / fastest
+    own_s = own_times_s(lengths, num_ranks, dense, pipeline_stages, parts)
+    own_s += shared_s / fastest
+    return own_s

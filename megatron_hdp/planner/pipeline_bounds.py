@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner.bounds import (
     block_s,
     compute_s,
@@ -169,7 +169,7 @@ def pipeline_lower_bound_s(
     beside = np.arange(num_ranks) // expert_parallel_size
     is_alone = expert_parallel_size == 1 and _nothing_fits_beside(cost_model)
     longest_s = _beside_the_longest_s(
-        own.of(lengths[h : h + 1]),
+        next(own.of(lengths[h : h + 1])),
         np.cumsum(domains)[beside],
         float(speeds.sum()),
         float(compute.sum() - compute[h]),
@@ -177,10 +177,13 @@ def pipeline_lower_bound_s(
         None if is_alone else float(compute[h]),
     )
     exclusive = lengths[2 * lengths > num_ranks * tokens_per_rank]
-    in_turn_s = max(
-        own.in_turn_s(exclusive, share, ramp) if len(exclusive) else 0.0
-        for share, ramp in zip(shares.tolist(), before.tolist(), strict=True)
-    )
+    in_turn_s = 0.0
+    if len(exclusive):
+        times = list(own.of(exclusive))
+        for share, ramp in zip(shares.tolist(), before.tolist(), strict=True):
+            without_s = _least_s(times, share, 0.0)
+            borne_s = _least_s(times, share, ramp) - without_s
+            in_turn_s = max(in_turn_s, float(without_s.sum() + borne_s.min()))
     longest_ones = _LongestOnes.of(lengths, compute, float(speeds.sum()), own)
     several_s = max(
         longest_ones.beside_them_s(share, ramp, float(pipeline.row_weights[0]))
@@ -197,15 +200,14 @@ def _with_least_traffic(cost_model: CostModel) -> CostModel:
 
 
 class _Times(NamedTuple):
-    """Own times at every degree, infinite where a rank cannot hold the sequence's share.
-
-    The first axes are those of sequences and of ranges of the number of parts.
-    """
+    """Own times of sequences in ranges of numbers of parts: ``[sequences, ranges, degrees]``."""
 
     whole_s: Float64Array
     """t with the fewest parts of the range."""
     part_s: Float64Array
     """t / c with the most."""
+    fits: BoolArray
+    """Whether a rank of so many can hold its share."""
 
 
 class _OwnTimes(NamedTuple):
@@ -218,47 +220,42 @@ class _OwnTimes(NamedTuple):
     expert_parallel_size: int
     most_parts: int
 
-    def of(self, lengths: Int64Array) -> _Times:
-        """Of each of a few sequences."""
+    def of(self, lengths: Int64Array, ranges: Int64Array | None = None) -> Iterator[_Times]:
+        """A few sequences at a time; ranges are rows of a fewest and a most number of parts."""
+        fewest, most = self._ranges() if ranges is None else ranges
+        num = max(1, _MOST_TOGETHER // self.num_ranks // len(most))
+        degrees = np.arange(1, self.num_ranks + 1)
+        for begin in range(0, len(lengths), num):
+            some = lengths[begin : begin + num]
+            whole_s = in_most_s = self._in_parts(some, fewest)
+            if (most > fewest).any():
+                in_most_s = self._in_parts(some, most)
+            least = np.minimum(self.num_ranks, -(-some // self.tokens_per_rank))
+            fits = degrees >= least[:, None, None]
+            yield _Times(whole_s, in_most_s / most[:, None], np.broadcast_to(fits, whole_s.shape))
+
+    def _ranges(self) -> Int64Array:
         few = np.arange(1, min(self.most_parts, _FEW_PARTS) + 1)
-        doubled = _FEW_PARTS * 2 ** np.arange(
-            max(0, (self.most_parts - 1) // _FEW_PARTS).bit_length()
-        )
+        doublings = ((self.most_parts - 1) // _FEW_PARTS).bit_length()
+        doubled = _FEW_PARTS * 2 ** np.arange(doublings)
         fewest = np.append(few, doubled + 1)
-        most = np.append(few, np.minimum(2 * doubled, self.most_parts))
-        return _Times(
-            self._in_parts(lengths, fewest), self._in_parts(lengths, most) / most[:, None]
-        )
+        return np.stack([fewest, np.append(few, np.minimum(2 * doubled, self.most_parts))])
 
     def _in_parts(self, lengths: Int64Array, parts: Int64Array) -> Float64Array:
-        """``[sequences, numbers of parts, degrees]``."""
         tokens, num = np.broadcast_arrays(lengths[:, None], parts)
-        own_s = own_times_in_lockstep_s(
+        return own_times_in_lockstep_s(
             tokens, self.num_ranks, self.cost_model, self.expert_parallel_size, self.stages, num
         )
-        least = np.minimum(self.num_ranks, -(-lengths // self.tokens_per_rank))
-        return np.where(np.arange(1, self.num_ranks + 1) < least[:, None, None], np.inf, own_s)
 
-    def pieces(self, lengths: Int64Array, numbers_of_parts: int) -> Iterator[Int64Array]:
-        """A few sequences at a time."""
-        num = max(1, _MOST_TOGETHER // self.num_ranks // numbers_of_parts)
-        return (lengths[i : i + num] for i in range(0, len(lengths), num))
 
-    def least_s(self, lengths: Int64Array, parts: int) -> Float64Array:
-        """The least t of each sequence in so many parts."""
-        found = [self._in_parts(one, np.array([parts])) for one in self.pieces(lengths, 1)]
-        return np.concatenate([one.min(axis=(1, 2)) for one in found])
-
-    def in_turn_s(self, lengths: Int64Array, share: float, ramp: float) -> float:
-        """Point 3 of ``pipeline_lower_bound_s``: what a stage takes for these one by one."""
-        total_s, least_ramp_s = 0.0, math.inf
-        for some in self.pieces(lengths, self.most_parts):
-            times = self.of(some)
-            without_s = share * times.whole_s.min(axis=(1, 2))
-            with_s = (share * times.whole_s + ramp * times.part_s).min(axis=(1, 2))
-            total_s += float(without_s.sum())
-            least_ramp_s = min(least_ramp_s, float((with_s - without_s).min()))
-        return total_s + least_ramp_s
+def _least_s(times: Sequence[_Times], share: float, ramp: float) -> Float64Array:
+    """The least W t + R t / c of each sequence, over degrees that fit and numbers of parts."""
+    seconds = [share * one.whole_s + ramp * one.part_s for one in times]
+    least = [
+        of_some.min(axis=(1, 2), where=one.fits, initial=np.inf)
+        for of_some, one in zip(seconds, times, strict=True)
+    ]
+    return np.concatenate(least)
 
 
 def _nothing_fits_beside(cost_model: CostModel) -> bool:
@@ -288,7 +285,7 @@ def _beside_the_longest_s(
     """
     # rest <= members x 3 (M - L) / w + (all - members) x M / W, and the same with M / W - t; where
     # something fits beside it, members x t - compute of it more
-    fits = np.isfinite(own.whole_s).all(axis=(0, 1))
+    fits = own.fits[0, 0]
     own_s, members = own.whole_s[..., fits], members[fits]
     longest_row = float(pipeline.row_weights.max())
     pass_s = longest_row * own_s + (1 - longest_row) * own.part_s[..., fits]
@@ -315,9 +312,8 @@ class _LongestOnes:
     @classmethod
     def of(cls, lengths: Int64Array, compute: Float64Array, speed: float, own: _OwnTimes) -> Self:
         order = np.argsort(-lengths, kind="stable")[:_MOST_LONGEST]
-        least_s = part_s = own.least_s(lengths[order], 1)
-        if own.most_parts > 1:
-            part_s = own.least_s(lengths[order], own.most_parts) / own.most_parts
+        times = list(own.of(lengths[order], np.array([[1], [own.most_parts]])))
+        least_s, part_s = _least_s(times, 1.0, 0.0), _least_s(times, 0.0, 1.0)
         of_them = np.cumsum(compute[order]) / speed
         return cls(least_s, part_s, of_them, float(compute.sum()) / speed)
 

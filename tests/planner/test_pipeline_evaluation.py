@@ -1,14 +1,11 @@
 """The exact 1F1B schedule against cases worked out by hand, and against the C++ planner's."""
 
-import dataclasses
-from itertools import permutations
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hdp.planner import CostModel, Plan, evaluate, pipeline_lower_bound_s, plan
+from megatron_hdp.planner import CostModel, Plan, evaluate, plan
 from tests.planner.problems import COST_MODELS, Problem, agree, problems, repeatable, rings_of
 
 SECONDS = CostModel(a=0.0, b=1.0, kv_bytes_per_token=0.0)  # a token takes a second
@@ -128,38 +125,3 @@ def test_the_target_is_the_share_and_the_ramp_of_a_full_micro_batch() -> None:
     result = evaluate(made, SECONDS, 4)
     assert result.pipeline_bound_s == pytest.approx(40 / 4 + 3 / 4 * 10)
     assert result.makespan_s == pytest.approx(17.5)
-
-
-def bound(lengths: list[int], ranks: int, stages: int, capacity: int, **changes: object) -> float:
-    cost_model = dataclasses.replace(SECONDS, **changes)
-    array = np.array(lengths, dtype=np.int64)
-    return pipeline_lower_bound_s(array, ranks, cost_model, stages, capacity)
-
-
-def test_the_bound_of_work() -> None:
-    assert bound([1] * 80, 2, 4, 10) == pytest.approx(40 / 4, rel=0.06)
-    assert bound([1] * 80, 2, 4, 10, rank_speeds=(1.0, 0.5)) == pytest.approx(
-        80 / 1.5 / 4, rel=0.06
-    )
-
-
-def test_the_bound_of_the_longest_sequence() -> None:
-    # alone on both ranks: 50 s; the other 60 s can only hide behind it at 12 s a second
-    assert bound([100], 2, 4, 50) == pytest.approx(50)
-    assert bound([100, *[1] * 60], 2, 4, 50) == pytest.approx(50 + 30 / 12)
-
-
-def test_the_bound_of_sequences_that_exclude_each_other() -> None:
-    # 51 tokens are more than half of 2 x 50: at least 25.5 s each, never at the same time
-    assert bound([51, 51, 51], 2, 4, 50) >= 25.5 * 3 / 4 + 3 / 4 * 25.5 - 1e-9
-
-
-def test_no_order_of_a_small_batch_beats_the_bound() -> None:
-    # every order of four rings on both ranks, whatever the search would have tried
-    lengths = [20, 12, 8, 3]
-    least = bound(lengths, 2, 3, 10)
-    ring = (0, 1)
-    for order in permutations(range(4)):
-        rings = [(*ring, i) for i in order]
-        tokens = {(*ring, i): lengths[i] for i in order}
-        assert evaluate(queues(rings, rings, tokens=tokens), SECONDS, 3).makespan_s >= least
