@@ -44,7 +44,7 @@ class Request(Problem):
 
     @cached_property
     def tight_bound_s(self) -> float:
-        """Proven for ranks without stages that share no experts: no plan is faster."""
+        """Proven for ranks that share no experts: no plan is faster, in as many parts as asked."""
         return tight_bound_of(self)
 
     def figures_of(self, made: Plan) -> Figures:
@@ -113,7 +113,7 @@ def evaluated(made: Plan, request: Request) -> Outcome:
             raise ValueError(f"{made.strategy} cannot run: {reason}: {hint}") from error
         problem = f"does not fit: {reason}"
     evaluation = request.figures_of(made)
-    alone = stages == 1 and request.expert_parallel_size == 1
+    alone = request.expert_parallel_size == 1
     bound_s = request.tight_bound_s if alone else evaluation.lower_bound_s
     return Outcome(made.strategy, made, evaluation, bound_s, problem)
 

@@ -15,7 +15,6 @@ from megatron_hdp.planner.make_plan import (
 )
 from megatron_hdp.planner.pipeline_bounds import pipeline_lower_bound_s
 from megatron_hdp.planner.problem import Problem, told_as
-from megatron_hdp.planner.ring_ways import RingWays
 from megatron_hdp.planner.slices import chunk_tokens, slice_tokens
 from megatron_hdp.planner.types import MicroBatch, Plan, PlanError
 
@@ -29,7 +28,6 @@ __all__ = [
     "Plan",
     "PlanError",
     "Problem",
-    "RingWays",
     "chunk_tokens",
     "compute_s",
     "evaluate",

@@ -10,7 +10,12 @@ from megatron_hdp.nearest import nearest
 from megatron_hdp.planner.bounds import lockstep_bound_s
 from megatron_hdp.planner.choosing_parts import in_parts
 from megatron_hdp.planner.extension import _core
-from megatron_hdp.planner.pipeline_bounds import pipeline_bound_of
+from megatron_hdp.planner.pipeline_bounds import (
+    most_held,
+    pipeline_bound_of,
+    pipeline_lower_bound_s,
+    with_least_traffic,
+)
 from megatron_hdp.planner.problem import Arguments, Problem
 from megatron_hdp.planner.serialisation import LOCKSTEP_KEYS
 from megatron_hdp.planner.types import Plan
@@ -116,7 +121,9 @@ def tight_bound_s(lengths: ArrayLike, **arguments: Unpack[Arguments]) -> float:
 
     It also counts what sequences cannot avoid to lose: traffic that is exposed at every degree at
     which they are short enough, and waiting for slow ranks that their memory makes them use. The
-    proof stands in ``csrc/planner/bounds/bounds.hpp``. Pipeline stages are not taken into account.
+    proof stands in ``csrc/planner/bounds/bounds.hpp``. What holds for ranks of one stage holds for
+    the share of it that each stage is: a stage of all ranks runs every micro-batch for its share of
+    the micro-batch's time, whole or in parts. Shared experts are not taken into account there.
     The arguments are those of `plan`, and so are refusals.
     """
     return tight_bound_of(Problem.of(lengths, **arguments))
@@ -124,7 +131,21 @@ def tight_bound_s(lengths: ArrayLike, **arguments: Unpack[Arguments]) -> float:
 
 def tight_bound_of(problem: Problem) -> float:
     """The same of a problem."""
-    return float(_core.tight_bound_s(problem.core))
+    pipeline, parts = problem.pipeline, problem.sequence_parts
+    if pipeline.stages == 1:
+        return float(_core.tight_bound_s(problem.core))
+    cost_model, held = problem.cost_model, problem.tokens_per_rank
+    if problem.offload == "auto":
+        held = most_held(held, cost_model)
+    bound_s = pipeline_lower_bound_s(
+        *(problem.lengths, problem.ranks, cost_model, pipeline),
+        *(held, problem.expert_parallel_size, parts),
+    )
+    if problem.expert_parallel_size > 1:
+        return bound_s
+    least = with_least_traffic(cost_model) if parts > 1 else cost_model
+    of_a_stage_s = float(_core.tight_bound_s(replace(problem, cost_model=least).core))
+    return max(bound_s, float(pipeline.stage_weights.max()) * of_a_stage_s)
 
 
 def _require_known(strategy: str) -> None:

@@ -57,13 +57,18 @@ def pipeline_bound_of(
     Micro-batches may run in ``most_parts`` parts; by default in as many as one of the plan does.
     """
     held = plan.tokens_per_rank
-    if plan.offload_ratios.any():  # at ratio 1 two layers stay resident
-        held = -(-held * cost_model.num_layers // min(2, cost_model.num_layers))
+    if plan.offload_ratios.any():
+        held = most_held(held, cost_model)
     if most_parts is None:
         most_parts = int(plan.parts_of_each.max(initial=1))
     return pipeline_lower_bound_s(
         plan.lengths, plan.num_ranks, cost_model, pipeline, held, expert_parallel_size, most_parts
     )
+
+
+def most_held(tokens_per_rank: int, cost_model: CostModel) -> int:
+    """Tokens that a rank holds at most with offload: at ratio 1 two layers stay resident."""
+    return -(-tokens_per_rank * cost_model.num_layers // min(2, cost_model.num_layers))
 
 
 def pipeline_lower_bound_s(
@@ -151,7 +156,7 @@ def pipeline_lower_bound_s(
         pipeline = Pipeline(pipeline)
     own = _OwnTimes(
         num_ranks,
-        _with_least_traffic(cost_model) if most_parts > 1 else cost_model,
+        with_least_traffic(cost_model) if most_parts > 1 else cost_model,
         pipeline.stages,
         tokens_per_rank,
         expert_parallel_size,
@@ -193,7 +198,7 @@ def pipeline_lower_bound_s(
     return max(work_s, longest_s, in_turn_s, several_s)
 
 
-def _with_least_traffic(cost_model: CostModel) -> CostModel:
+def with_least_traffic(cost_model: CostModel) -> CostModel:
     """Where less goes around if a part's queries travel than if its keys do, all of it does."""
     least = min(1.0, cost_model.query_ratio or 1.0)
     return dataclasses.replace(cost_model, kv_bytes_per_token=least * cost_model.kv_bytes_per_token)

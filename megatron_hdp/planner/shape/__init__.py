@@ -1,6 +1,7 @@
 """The shape of a model, layer by layer: what parameters, FLOP and memory are counted from."""
 
 from megatron_hdp.planner.shape.costs import cost_model_of_shape, ring_ways
+from megatron_hdp.planner.shape.latent_rings import RingWays
 from megatron_hdp.planner.shape.layers import (
     Attention,
     Layer,
@@ -25,6 +26,7 @@ __all__ = [
     "Mlp",
     "Model",
     "ModelShape",
+    "RingWays",
     "Router",
     "Weights",
     "cost_model_of_shape",

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_hdp.planner import CostModel, RingWays
+from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.shape.latent_rings import RingWays
 from megatron_hdp.planner.shape.model import ModelShape
 
 _AGAIN = 1 / 3  # a forward's share of forward and backward: a backward costs two forwards

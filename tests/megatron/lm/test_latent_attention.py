@@ -15,7 +15,7 @@ from megatron_hdp.megatron.lm import options
 from megatron_hdp.megatron.lm.model import adapt
 from megatron_hdp.megatron.model import HdpCoreAttention, HdpMlaSelfAttention, building
 from megatron_hdp.options import OptionError
-from megatron_hdp.planner import RingWays
+from megatron_hdp.planner.shape import RingWays
 from tests.gradient_equivalence.case import Case
 from tests.megatron.lm.test_options import on
 from tests.support.gradients import errors_of, hdp_gradients, largest_error

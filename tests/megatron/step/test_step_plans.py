@@ -13,9 +13,10 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.options import planned_weights, shape, stage_split
 from megatron_hdp.megatron.step import HdpSteps, learning
-from megatron_hdp.planner import CostModel, RingWays, make_plan, plan
+from megatron_hdp.planner import CostModel, make_plan, plan
 from megatron_hdp.planner.experts import LockstepFigures
 from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.shape import RingWays
 from tests.gradient_equivalence.case import LENGTHS
 from tests.gradient_equivalence.cases import CASES, UNEVEN
 from tests.support.gradients import (

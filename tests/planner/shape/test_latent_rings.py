@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_hdp.planner import CostModel, RingWays
+from megatron_hdp.planner import CostModel
+from megatron_hdp.planner.shape import RingWays
 
 KV, LATENT = 81_920.0, 1_152.0  # of one layer, in BF16: 128 heads of 192 + 128, 512 + 64
 
