@@ -46,6 +46,8 @@ class Span:
     """Index in the step's plan; None outside micro-batches and for padding."""
     chunk: int = 0
     """The model chunk (virtual stage) of a forward or backward, or of what lies inside; else 0."""
+    part: int | None = None
+    """The part of the micro-batch, of one that runs in parts."""
 
 
 class _Block(AbstractContextManager[None]):
@@ -57,7 +59,7 @@ class _Block(AbstractContextManager[None]):
     """
 
     __slots__ = (
-        *("_timeline", "_moments", "kind", "micro_batch", "chunk"),
+        *("_timeline", "_moments", "kind", "micro_batch", "chunk", "part"),
         *("cpu_start_s", "start", "mark"),
     )
 
@@ -68,9 +70,10 @@ class _Block(AbstractContextManager[None]):
         kind: str,
         micro_batch: int | None = None,
         chunk: int | None = None,
+        part: int | None = None,
     ) -> None:
         self._timeline, self._moments = timeline, moments
-        self.kind, self.micro_batch, self.chunk = kind, micro_batch, chunk
+        self.kind, self.micro_batch, self.chunk, self.part = kind, micro_batch, chunk, part
         self.mark = -1  # number of the mark at its end
 
     def __enter__(self) -> None:
@@ -78,6 +81,8 @@ class _Block(AbstractContextManager[None]):
         enclosing = timeline._innermost()
         if enclosing is not None and self.micro_batch is None:
             self.micro_batch = enclosing.micro_batch
+        if enclosing is not None and self.part is None:
+            self.part = enclosing.part
         if self.chunk is None:
             self.chunk = enclosing.chunk if enclosing is not None else 0
         self.start: Moment = time.perf_counter()
@@ -139,10 +144,14 @@ class Timeline:
         self._clock = clock
 
     def span(
-        self, kind: str, micro_batch: int | None = None, chunk: int | None = None
+        self,
+        kind: str,
+        micro_batch: int | None = None,
+        chunk: int | None = None,
+        part: int | None = None,
     ) -> AbstractContextManager[None]:
-        """Times the block; without numbers of its own, it belongs to the enclosing micro-batch."""
-        return _Block(self, True, kind, micro_batch, chunk)
+        """Times the block; numbers that it lacks are those of the enclosing one."""
+        return _Block(self, True, kind, micro_batch, chunk, part)
 
     @contextmanager
     def beside(self, kind: str, micro_batch: int | None) -> Iterator[None]:
@@ -163,9 +172,11 @@ class Timeline:
         """The micro-batch that the main thread works for now."""
         return self._open[-1].micro_batch if self._open else None
 
-    def noted(self, kind: str) -> AbstractContextManager[None]:
-        """Tells other threads what the block is, without timing it."""
-        return _Block(self, None, kind)
+    def noted(
+        self, kind: str, micro_batch: int | None = None, chunk: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Tells other threads, and what lies inside, what the block is, without timing it."""
+        return _Block(self, None, kind, micro_batch, chunk)
 
     def marked(self, kind: str) -> AbstractContextManager[None]:
         """Like `noted`, and the device is found in it, too: two events that are not timed."""
@@ -235,7 +246,8 @@ class Timeline:
             start_s, end_s = self._clock.seconds(one.start), self._clock.seconds(end)
             self._totals_s[one.kind] += end_s - start_s
             if self.spans is not None:
-                self.spans.append(Span(one.kind, start_s, end_s, one.micro_batch, one.chunk or 0))
+                about = one.micro_batch, one.chunk or 0, one.part
+                self.spans.append(Span(one.kind, start_s, end_s, *about))
         self._progress.forget_until(last_mark, self._clock)
 
     def _device_noted(self) -> AbstractContextManager[None]:

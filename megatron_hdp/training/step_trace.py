@@ -4,7 +4,7 @@ Every rank records its spans, the first one writes them all as trace events.
 
 A rank is a process of the trace; its threads are the plan, what it computed, each kind of wait, and
 the optimizer's step. With several model chunks on a stage (virtual stages) plan and compute have a
-thread a chunk.
+thread a chunk. A micro-batch in parts has a bar for each part of it.
 The plan's bars begin with the step and are stretched by one factor for the whole step, measured
 over predicted compute of all ranks, so that its shape compares with what happened on any machine.
 
@@ -218,6 +218,8 @@ def _span_event(
         name = f"{span.kind}, padding"
     if span.micro_batch is not None:
         about = details.of(span.micro_batch, place.hdp_rank)
+        if span.part is not None:
+            about = about | {"part": span.part}
         name = _name(span.kind, about)
     if place.num_model_chunks > 1 and (computes or span.kind == RING_WAIT):
         about = about | {"chunk": span.chunk}
@@ -231,7 +233,8 @@ def _thread(process: int, lane: str, chunk: int = 0) -> int:
 
 def _name(kind: str, about: dict[str, Any]) -> str:
     tokens = about["tokens"] + about.get("local_tokens", 0)
-    return f"{kind} {about['micro_batch']}: degree {about['degree']}, {tokens:,} tokens"
+    part = f", part {about['part']}" if "part" in about else ""
+    return f"{kind} {about['micro_batch']}{part}: degree {about['degree']}, {tokens:,} tokens"
 
 
 class StepTracer:

@@ -1,6 +1,7 @@
 """Draws one step of a trace (``--hdp-trace``): under each rank's plan what it did.
 
-With several model chunks on a stage (virtual stages) each chunk has rows of its own.
+With several model chunks on a stage (virtual stages) each chunk has rows of its own. Of a
+micro-batch in parts each part has a bar, ``3.1`` being the second part of micro-batch 3.
 
 ``python scripts/dev/plot_trace.py TRACE.json PICTURE.png [STEP]``; without a step the first one.
 """
@@ -81,9 +82,12 @@ def draw(whole: Event, ranks: dict[int, str], bars: list[tuple[str, Event]], pic
         thin = THIN if lane in COLOURS else 2 * THIN
         at = row + THIN - thin / 2 - (THIN if lane == "copy to the host" else 0.0)
         axes.barh(at, width, thin, start, color=colour, edgecolor=edge, linewidth=0.5)
-        if lane == "plan" and width > whole["dur"] / 1e6 / 40:
+        is_labelled = lane == "plan" or ("part" in bar["args"] and lane not in COLOURS)
+        if is_labelled and width > whole["dur"] / 1e6 / 40:
             ink = "white" if is_dark(colour) else "black"
-            label = str(bar["args"]["micro_batch"])
+            label = ".".join(
+                str(bar["args"][one]) for one in ("micro_batch", "part") if one in bar["args"]
+            )
             axes.text(start + width / 2, at, label, ha="center", va="center", color=ink, fontsize=7)
     ticks = [row + offset for row in row_of.values() for offset in range(len(rows))]
     axes.set_yticks(ticks, [f"{ranks[p]}, {what}" for p in row_of for what in rows])

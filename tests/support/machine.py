@@ -9,7 +9,7 @@ from megatron_hdp.planner.online import FilterState, SeenCosts, observe
 
 
 def work_of(made, base):
-    """What each rank runs of a plan: attention, linear work, micro-batches; [ranks, 3]."""
+    """What each rank runs of a plan: attention, linear work, parts of micro-batches; [ranks, 3]."""
     quiet = replace(
         base, kv_bytes_per_token=0, intra_node_hop_s=0, inter_node_hop_s=0, g=0, rank_speeds=()
     )
@@ -17,7 +17,8 @@ def work_of(made, base):
     linear = evaluate(
         made, replace(quiet, a=0, attention_b=0, attention_points=(), block_s=0)
     ).busy_s
-    counts = np.bincount(made.ranks, minlength=made.num_ranks)
+    parts = np.repeat(made.parts_of_each, np.diff(made.rank_offsets))
+    counts = np.bincount(made.ranks, parts, minlength=made.num_ranks)
     return np.stack([attention, linear, counts.astype(float)], axis=1)
 
 

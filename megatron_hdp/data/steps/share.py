@@ -200,7 +200,7 @@ def work_of(share: RankShare, cost_model: CostModel, num_stages: int = 1) -> Flo
 
     Returns:
         Seconds of attention with its blocks, seconds of what is linear in the length, number of
-        micro-batches; shape (3,). ``g`` and traffic are not part of it.
+        micro-batches, or of their parts; shape (3,). ``g`` and traffic are not part of it.
     """
     slots = np.arange(share.num_slots)
     degrees = np.diff(share.ring_offsets)
@@ -211,9 +211,11 @@ def work_of(share: RankShare, cost_model: CostModel, num_stages: int = 1) -> Flo
     attention = float((attention_s(share.lengths, cost_model) / parts).sum())
     linear = cost_model.linear_s_per_token * float((share.lengths / parts).sum())
     has_local = (degrees > 1) & (counts > share.num_sharded)
-    blocks = int(degrees.sum() + has_local.sum())
+    # a later part meets, step by step, keys of earlier ones beside its own
+    num_parts = share.num_parts
+    blocks = int(((2 * num_parts - 1) * degrees + num_parts * has_local).sum())
     attention += blocks * block_s(cost_model, num_stages)
-    return np.array([attention, linear, float(share.num_slots)])
+    return np.array([attention, linear, float(num_parts.sum())])
 
 
 _ARRAYS = tuple(one.name for one in fields(RankShare))[5:]

@@ -34,7 +34,7 @@ from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
 from megatron_hdp.megatron.execution.param_gather import start_param_gather
 from megatron_hdp.megatron.execution.parts import PartedPass, Parts, layouts_of
-from megatron_hdp.megatron.execution.schedule_timers import noting_compute
+from megatron_hdp.megatron.execution.schedule_timers import Pass, noting_compute
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
 from megatron_hdp.runtime.gathering import EveryRankError
@@ -197,7 +197,8 @@ class HdpExecutor:
         step = StepInProgress(num_sources, not forward_only, own_loss, tuple(further_weights))
         self._config.finalize_model_grads_func = partial(self._finalize, step, divisor)
         table = self._table(len(micro_batches))
-        passes = [(micro_batches[m].index, chunk) for m, chunk in table]
+        in_parts = [self._runs_in_parts(one) for one in micro_batches]
+        passes = [Pass(micro_batches[m].index, chunk, in_parts[m]) for m, chunk in table]
         with (
             torch.set_grad_enabled(not forward_only),
             noting_compute(self._config, self.timeline, passes),
@@ -355,9 +356,13 @@ class HdpExecutor:
         self, step: StepInProgress, micro_batches: Any, model: torch.nn.Module
     ) -> tuple[Any, Any]:
         micro_batch, parts = next(micro_batches)
-        if micro_batch.parts or isinstance(self._pipeline, StreamedComm):
+        if self._runs_in_parts(micro_batch):
             return self._in_parts(step, micro_batch, parts, model)
         return self._whole(step, micro_batch, parts, model)
+
+    def _runs_in_parts(self, micro_batch: RankMicroBatch) -> bool:
+        """Or as one part, where stages exchange parts."""
+        return bool(micro_batch.parts) or isinstance(self._pipeline, StreamedComm)
 
     def _whole(
         self, step: StepInProgress, micro_batch: RankMicroBatch, parts: Parts, model: Any

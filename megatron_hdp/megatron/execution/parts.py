@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.ring import EarlierKeys, TokenLayout, part_layouts
 from megatron_hdp.runtime.streamed_comm import StreamedComm
+from megatron_hdp.runtime.timeline import BACKWARD, FORWARD
 
 Parts = Iterator[tuple[RankMicroBatch, dict[str, torch.Tensor]]]
 """Each part as a micro-batch of its own, and its tensors on the device."""
@@ -117,19 +118,25 @@ class _Run:
         assert self._how.pipeline is not None, "a model of one stage receives and sends nothing"
         return self._how.pipeline
 
+    def _timed(self, kind: str, number: int) -> AbstractContextManager[None]:
+        """What a part computes, without waits for other stages; `number` only if it has others."""
+        return self._how.model_pass.comm.timeline.span(
+            kind, part=number if self._has_earlier else None
+        )
+
     def forward(self) -> torch.Tensor:
         """The sum of the loss on the last stage, else a placeholder of the output."""
         how, place, learns = self._how, self._how.model_pass.place, torch.is_grad_enabled()
         keeps_graphs = learns and not self._is_stream
         step = self._step if keeps_graphs else self._step.without_backward()
         losses = []
-        for layout, (micro_batch, tensors) in self._given:
+        for number, (layout, (micro_batch, tensors)) in enumerate(self._given):
             part = _Part(layout, micro_batch, tensors)
             if not place.is_first_stage:
                 part.received = self._stages.activations.receive()
             if how.config.hidden_dropout and not keeps_graphs:
                 part.random = random._get_all_rng_states()
-            with torch.set_grad_enabled(keeps_graphs):
+            with torch.set_grad_enabled(keeps_graphs), self._timed(FORWARD, number):
                 output, num_tokens = self._output_of(part, step)
             if place.is_last_stage:
                 losses.append(output.detach())
@@ -162,9 +169,9 @@ class _Run:
         output, num_tokens, _ = loss_of(output)
         return output, num_tokens
 
-    def _again(self, part: _Part) -> torch.Tensor:
+    def _again(self, part: _Part, number: int) -> torch.Tensor:
         """The output of a stream's part, with a graph, from the same random numbers."""
-        with torch.enable_grad(), ExitStack() as stack:
+        with torch.enable_grad(), self._timed(BACKWARD, number), ExitStack() as stack:
             if part.random is not None:
                 stack.enter_context(random._fork_rng())
                 random._set_all_rng_states(*part.random)
@@ -176,11 +183,11 @@ class _Run:
         how, place = self._how, self._how.model_pass.place
         noted, before = self._step.gradient_norms, len(self._step.gradient_norms)
         while self._parts:
-            part = self._parts.pop()
-            output = self._again(part) if part.output is None else part.output
+            part, number = self._parts.pop(), len(self._parts)
+            output = self._again(part, number) if part.output is None else part.output
             if not place.is_last_stage:
                 gradient = self._stages.gradients.receive()
-            with how.grad_sync.held_back(bool(self._parts)):
+            with how.grad_sync.held_back(bool(self._parts)), self._timed(BACKWARD, number):
                 if how.config.deallocate_pipeline_outputs and part.output is not None:
                     custom_backward(output, gradient)
                 else:
