@@ -97,6 +97,10 @@ py::dict to_dict(hdp::Answer& answer) {
   result["local_sequences"] = widened(plan.locals.sequences);
   result["local_ranks"] = to_numpy(plan.locals.ranks);
   result["offload_ratios"] = widened<double>(plan.offload_ratios, num_micro_batches, 0.0);
+  result["stream_parts"] = py::none();
+  if (!plan.stream_parts.empty()) {
+    result["stream_parts"] = widened<int64_t>(plan.stream_parts, num_micro_batches, int32_t{0});
+  }
   result["positions"] = py::none();
   if (!plan.positions.empty()) result["positions"] = widened(plan.positions);
   result["num_parts"] = py::none();
@@ -186,6 +190,7 @@ hdp::Problem to_problem(const py::kwargs& given) {
   fields.take("model_chunks", problem.model_chunks);
   problem.row_weights = to_numbers("row_weights", fields.take("row_weights"));
   fields.take("offload", problem.offload);
+  fields.take("streams", problem.streams);
   fields.take("effort", problem.effort);
   fields.take("sequence_parts", problem.sequence_parts);
   fields.take("linear_tokens", problem.linear_tokens);

@@ -63,7 +63,9 @@ std::vector<std::string> strategies() {
   return names;
 }
 
-Answer make_plan(const Problem& problem, const std::string& strategy) {
+Answer make_plan(const Problem& given, const std::string& strategy) {
+  Problem problem = given;
+  problem.streams = given.streams && strategy == "dp-balance";  // the others know none
   check(problem);
   Answer answer;
   Scheduled made = run(problem, strategy);

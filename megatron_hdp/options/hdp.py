@@ -15,6 +15,7 @@ PLANNER_FLAGS = {
     "tokens_per_rank": "--hdp-tokens-per-rank",
     "max_length": "--seq-length",
     'offload="auto"': "--hdp-offload auto",
+    "streams=True": "--hdp-long-sequence stream",
 }
 """Training's flags by the arguments that the planner's messages name."""
 

@@ -20,6 +20,7 @@ class _Answer(TypedDict):
     max_tokens_on_a_rank: int
     positions: NDArray[np.int64] | None
     num_parts: NDArray[np.int64] | None
+    stream_parts: NDArray[np.int64] | None
     num_positions: int
     padding_share: float
 
@@ -36,6 +37,7 @@ class Problem:
         model_chunks: int,
         row_weights: NDArray[np.float64],
         offload: bool,
+        streams: bool,
         effort: int,
         sequence_parts: int,
         linear_tokens: float,

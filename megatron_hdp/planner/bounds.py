@@ -102,6 +102,7 @@ def exposed_s(
     transfer: Float64Array,
     hop: Float64Array,
     attention: Float64Array,
+    num_forwards: int = 1,
 ) -> Float64Array:
     """Seconds of ring traffic that attention does not hide, both passes; arrays of one shape.
 
@@ -110,11 +111,14 @@ def exposed_s(
         transfer: Seconds that a member sends, latency left out; a third of it forward.
         hop: Latency of a hop over all layers, in one pass.
         attention: Seconds of a member's attention in D steps, a third of it forward.
+        num_forwards: That run.
     """
     hops = degrees - 1
     third, hiding = transfer / 3, hops / degrees * attention / 3
     forward = np.maximum(0.0, hops * hop + third - hiding)
-    seconds: Float64Array = forward + np.maximum(0.0, hops * hop + 2 * third - 2 * hiding)
+    seconds: Float64Array = num_forwards * forward + np.maximum(
+        0.0, hops * hop + 2 * third - 2 * hiding
+    )
     return seconds
 
 

@@ -4,6 +4,7 @@ Written apart from the C++ planner, so that each can be checked against the othe
 the micro-batches in runs, so that the figures of millions need the memory of one run.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -305,6 +306,9 @@ def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_
         if plan.num_parts is not None:
             ring_bytes = _go_in_parts(plan, cost_model, run, work, exposed)
         own_s = work.attention_s + work.linear_s + exposed + work.local_s + work.fixed_s
+        if plan.streams is not None:  # a third of what is computed is forward, which runs twice
+            again_s = (own_s - exposed) / 3
+            own_s += np.where(np.repeat(plan.streams[run], work.num_members), again_s, 0.0)
         yield _Times(
             run=run,
             members=work.members,
@@ -321,11 +325,16 @@ def _go_in_parts(
 ) -> Float64Array:
     """Puts what the rings of micro-batches in parts expose into ``exposed``; what each sends."""
     ring_bytes = work.ring_bytes.copy()
-    for m in np.flatnonzero((plan.parts_of_each[run] > 1) & (work.num_members > 1)).tolist():
+    is_stream = plan.is_stream[run]
+    in_parts = plan.parts_of_each[run] > 1
+    for m in np.flatnonzero(in_parts & (is_stream | (work.num_members > 1))).tolist():
         sharded = span_of(plan.sequence_offsets, slice(run.start + m, run.start + m + 1))
         lengths = plan.lengths[plan.sequences[sharded]].tolist()
-        sizes = part_sizes(lengths, int(plan.parts_of_each[run.start + m]), plan.linear_tokens)
+        num_parts = int(plan.parts_of_each[run.start + m])
+        sizes = part_sizes(lengths, num_parts, math.inf if is_stream[m] else plan.linear_tokens)
         squares, tokens = sum(size.squares for size in sizes), float(sum(lengths))
+        if not tokens:
+            continue  # all lies whole on its members
         first = int(work.first_members[m])
         members = slice(first, first + int(work.num_members[m]))
         sent = [traffic_tokens(size, cost_model.query_ratio) / tokens for size in sizes]
@@ -336,9 +345,31 @@ def _go_in_parts(
                 work.transfer_s[m] * share,
                 work.hop_s[m],
                 work.attention_s[members] * (size.squares / squares),
+                num_forwards=2 if is_stream[m] else 1,
             )
-        ring_bytes[m] *= sum(sent)
+        ring_bytes[m] *= sum(sent) * (4 / 3 if is_stream[m] else 1)
+        if is_stream[m] and plan.offload_ratios[run.start + m] > 0:
+            for size in sizes:
+                exposed[members] += _copied_s(
+                    size.earlier / work.degrees[m],
+                    work.attention_s[members] * (size.squares / squares)
+                    + work.token_s[members] * size.tokens,
+                    cost_model,
+                )
     return ring_bytes
+
+
+def _copied_s(earlier: float, computed_s: Float64Array, cost_model: CostModel) -> Float64Array:
+    """Seconds of a stream's part for copies from the host and back that its compute does not hide.
+
+    Keys and values of earlier parts come in both forwards and in backward, where the sums of their
+    gradients, twice as many bytes, come and leave again beside them.
+    """
+    copied_s, hiding_s = earlier * cost_model.kv_bytes_per_token, computed_s / 3
+    copied_s /= cost_model.host_bytes_per_s
+    found: Float64Array = 2 * np.maximum(0.0, copied_s - hiding_s)
+    found += np.maximum(0.0, 3 * copied_s - 2 * hiding_s)
+    return found
 
 
 class MemberWork(NamedTuple):
@@ -359,6 +390,8 @@ class MemberWork(NamedTuple):
     """Of each member: its own local sequences with their block."""
     fixed_s: Float64Array
     """Of each member: ``g`` and the blocks of the ring's steps."""
+    token_s: Float64Array
+    """Of each member: what a token of the ring takes besides attention."""
     transfer_s: Float64Array
     """Of each micro-batch: what a member sends, latency left out; a third of it forward."""
     hop_s: Float64Array
@@ -415,6 +448,7 @@ def work_of(
         linear_s=each(linear) / speed,
         local_s=_local_times(plan, run, cost_model, stages) / speed,
         fixed_s=each(fixed) / speed,
+        token_s=each(cost_model.linear_s_per_token / degrees) / speed,
         transfer_s=sent / bandwidth,
         hop_s=hops_s,
         ring_bytes=(sent + np.where(degrees > 1, cost_model.halo_bytes, 0.0)) * degrees,

@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from typing import Unpack
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_hdp.nearest import nearest
@@ -59,6 +60,10 @@ def plan(lengths: ArrayLike, *, strategy: str = AUTO, **arguments: Unpack[Argume
               are those of whole micro-batches
             - ``offload``: "auto" lets activations go to host memory where that saves ranks and no
               time
+            - ``streams``: lets sequences run as streams where no ring holds them, or where that is
+              faster: in parts of equal tokens that keep only keys and values, on the host with
+              ``offload="auto"`` where the device has no room, and are computed again in backward;
+              one stage, "dp-balance" only
             - ``effort``: scales the iterations of local search; the planning time grows with it
 
     Raises:
@@ -78,6 +83,7 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
     _require_known(strategy)
     strategy = resolved(strategy, stages=stages, shares_experts=shares_experts)
     answer = _core.plan(problem.core, strategy)
+    stream_parts = answer["stream_parts"]
     made = Plan(
         num_ranks=problem.ranks,
         tokens_per_rank=problem.tokens_per_rank,
@@ -93,6 +99,8 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
         local_ranks=answer["local_ranks"],
         offload_ratios=answer["offload_ratios"],
         positions=answer["positions"],
+        num_parts=stream_parts if stream_parts is None else np.maximum(stream_parts, 1),
+        streams=stream_parts if stream_parts is None else stream_parts > 0,
     )
     made = in_parts(made, problem.cost_model, problem.pipeline, problem.sequence_parts)
     planning_ms = (time.perf_counter() - started) * 1e3

@@ -101,13 +101,14 @@ def _cuts(lengths: Sequence[int], num_parts: int, linear_tokens: float) -> list[
 
     The C++ planner does the same, operation by operation.
     """
+    is_even = math.isinf(linear_tokens)
 
     def time_of(tokens: float) -> float:
-        return tokens * (tokens + linear_tokens)
+        return tokens if is_even else tokens * (tokens + linear_tokens)
 
     ends = list(accumulate(time_of(float(length)) for length in lengths))
     part_s = ends[-1] / num_parts if ends else 0.0
-    near_s = _NEAR * part_s
+    near_s = 0.0 if is_even else _NEAR * part_s
     cuts, i = [], 0
     for number in range(1, num_parts):
         at = number * part_s
@@ -118,6 +119,8 @@ def _cuts(lengths: Sequence[int], num_parts: int, linear_tokens: float) -> list[
             cuts.append((i, 0.0))
         elif ends[i] - at <= near_s:
             cuts.append((i + 1, 0.0))
+        elif is_even:
+            cuts.append((i, at - begin))
         else:
             root = math.sqrt(linear_tokens * linear_tokens + 4 * (at - begin))
             cuts.append((i, (root - linear_tokens) / 2))

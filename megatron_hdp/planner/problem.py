@@ -49,6 +49,7 @@ class Arguments(TypedDict, total=False):
     expert_parallel_size: int
     sequence_parts: int
     offload: str
+    streams: bool
     effort: int
 
 
@@ -72,6 +73,7 @@ class Problem:
     expert_parallel_size: int = 1
     sequence_parts: int = 1
     offload: str = "off"
+    streams: bool = False
     effort: int = 1
 
     @classmethod
@@ -99,6 +101,13 @@ class Problem:
         for name in _INTEGERS:
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _check_parts(self.sequence_parts, self.pipeline)
+        if type(self.streams) is not bool:
+            raise ValueError(f"streams is {self.streams!r}; expected True or False")
+        if self.streams and (self.pipeline.stages > 1 or self.expert_parallel_size > 1):
+            raise ValueError(
+                f"streams with {self.pipeline.stages} pipeline stages and expert_parallel_size "
+                f"{self.expert_parallel_size}; expected 1 of both: leave streams out"
+            )
         if self.max_length is not None:
             object.__setattr__(self, "max_length", _integer("max_length", self.max_length))
 
@@ -118,6 +127,7 @@ class Problem:
             model_chunks=self.pipeline.chunks,
             row_weights=self.pipeline.row_weights,
             offload=self.offload == "auto",
+            streams=self.streams,
             effort=self.effort,
             sequence_parts=self.sequence_parts,
             linear_tokens=linear_tokens(int(self.lengths.max()), cost),

@@ -63,7 +63,7 @@ def test_a_batch_that_needs_offload_says_so() -> None:
     with pytest.raises(ValueError, match='add ranks, or use offload="auto", which needs 1'):
         offloaded([15], ranks=1, offload="off")
     assert offloaded([15], ranks=1).offload_ratios.tolist() == pytest.approx([2 / 3])
-    with pytest.raises(ValueError, match="needs 2 ranks .* or add ranks$"):
+    with pytest.raises(ValueError, match="needs 2 ranks .* or add ranks, or use streams=True"):
         offloaded([21], ranks=1)
     with pytest.raises(ValueError, match='raise tokens_per_rank, or use offload="auto"'):
         offloaded([15], ranks=1, slice_multiple=6, offload="off")

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "planner/base/memory.hpp"
+#include "planner/base/stream.hpp"
 #include "planner/base/types.hpp"
 
 namespace hdp {
@@ -140,13 +141,24 @@ void check_expert_ranks(const Problem& problem) {
   }
 }
 
-// What to add to an error message where offload would help; nothing where it would not.
-std::string offload_remedy(const Problem& problem, int64_t length) {
-  Problem offloaded = problem;
-  offloaded.offload = true;
-  const int64_t degree = least_degree(offloaded, length);
-  if (problem.offload || degree < 1 || degree > problem.num_ranks) return "";
-  return ", or use offload=\"auto\", which needs " + with_commas(degree);
+// What to add to an error message where offload or streams would help; nothing where they would not.
+std::string remedies(const Problem& problem, int64_t length) {
+  Problem other = problem;
+  other.offload = true;
+  const int64_t degree = least_degree(other, length);
+  const bool fits = degree >= 1 && degree <= problem.num_ranks;
+  std::string found;
+  if (!problem.offload && fits) {
+    found = ", or use offload=\"auto\", which needs " + with_commas(degree);
+  }
+  if (problem.pipeline_stages > 1 || problem.expert_ranks > 1) return found;
+  other.streams = true;
+  if (least_stream_degree(other, length) == 0) return found;
+  if (problem.streams) return ", or use offload=\"auto\": what its stream keeps waits on the host";
+  other.offload = problem.offload;
+  const bool is_enough = least_stream_degree(other, length) > 0;
+  return found + ", or use streams=True with the strategy auto" +
+         (is_enough ? "" : " and offload=\"auto\"");
 }
 
 void check_length(const Problem& problem, std::size_t id) {
@@ -154,6 +166,7 @@ void check_length(const Problem& problem, std::size_t id) {
   const bool in_range = length >= 1 && length <= std::min(problem.max_length, kMostTokens);
   const int64_t degree = in_range ? least_degree(problem, length) : 0;
   if (degree >= 1 && degree <= problem.num_ranks) return;
+  if (in_range && problem.streams && least_stream_degree(problem, length) > 0) return;
   const std::string name = "sequence " + std::to_string(id) + " of the batch";
   if (length < 1 || length > kMostTokens) check_range("length of " + name, length, kMostTokens);
   if (length > problem.max_length) {
@@ -163,7 +176,7 @@ void check_length(const Problem& problem, std::size_t id) {
   }
   const std::string found = name + " has " + with_commas(length) + " tokens and ";
   const std::string capacity = with_commas(problem.tokens_per_rank) + " tokens ";
-  const std::string remedy = offload_remedy(problem, length);
+  const std::string remedy = remedies(problem, length);
   if (degree == 0) {
     throw std::invalid_argument(
         found + "cannot be shared at " + capacity + "a rank (a slice has at least 2 x " +

@@ -25,6 +25,13 @@ void Plan::add(const std::vector<int32_t>& ring, const std::vector<SequenceId>& 
   }
 }
 
+void Plan::add_stream(const std::vector<int32_t>& ring, SequenceId sequence, int64_t num_parts,
+                      bool on_host) {
+  stream_parts.resize(index(num_micro_batches()));
+  stream_parts.push_back(static_cast<int32_t>(num_parts));
+  add(ring, {sequence}, on_host ? 1 : 0);
+}
+
 void Plan::end_locals(std::size_t end) {
   const auto last = static_cast<int32_t>(end);
   if (last == local_offsets.back()) return;

@@ -103,6 +103,7 @@ struct Problem {
   // Empty: all are equal.
   std::vector<double> row_weights;
   bool offload = false;        // activations may go to host memory
+  bool streams = false;        // sequences may stream, see base/stream.hpp
   int64_t effort = 1;          // scales the number of iterations of local search
   int64_t sequence_parts = 1;  // the most parts of a micro-batch
   double linear_tokens = 0;    // where parts are cut: what a token takes besides attention, in keys
@@ -129,6 +130,7 @@ struct Plan {
   Locals locals;
   std::vector<double> offload_ratios;  // up to the last micro-batch with another one than 0
   std::vector<int32_t> num_parts;  // of the micro-batches; empty: all run whole
+  std::vector<int32_t> stream_parts;   // up to the last micro-batch that streams; 0: it does not
   std::vector<int32_t> positions;  // of the micro-batches in their ranks' lists; empty: not given
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(rank_offsets.size()) - 1; }
@@ -152,12 +154,22 @@ struct Plan {
   // In how many parts micro-batch m runs.
   int64_t parts(int64_t m) const { return num_parts.empty() ? 1 : num_parts[index(m)]; }
 
+  // In how many parts micro-batch m streams; 0: it does not.
+  int64_t parts_of_stream(int64_t m) const {
+    const auto i = index(m);
+    return i < stream_parts.size() ? stream_parts[i] : 0;
+  }
+
   // Makes room for so many in all, so that appending does not move what is there.
   void reserve(std::size_t num_micro_batches, std::size_t num_members, std::size_t num_sequences);
 
   // Appends a micro-batch. Throws std::invalid_argument if all rings together get 2^31 members.
   void add(const std::vector<int32_t>& ring, const std::vector<SequenceId>& sharded,
            double offload_ratio = 0);
+
+  // Appends a micro-batch that streams.
+  void add_stream(const std::vector<int32_t>& ring, SequenceId sequence, int64_t num_parts,
+                  bool on_host);
 
   // The micro-batch added last has the locals up to `end`.
   void end_locals(std::size_t end);

@@ -9,6 +9,7 @@
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/base/stream.hpp"
 
 namespace hdp {
 namespace {
@@ -54,7 +55,12 @@ class Bound {
   bool one_node(int64_t degree) const { return degree <= cost_.ranks_per_node; }
 
   double own_at(int64_t length, int64_t degree, double speed) const {
-    return ring_s(cost_, length, degree, one_node(degree), speed) + fixed_s(cost_, degree) / speed;
+    const double fixed = fixed_s(cost_, degree);
+    const double whole = ring_s(cost_, length, degree, one_node(degree), speed) + fixed / speed;
+    if (!problem_.streams) return whole;
+    const double computed = compute_s(cost_, length) / static_cast<double>(degree) + fixed +
+                            merge_s(cost_, degree, static_cast<double>(length));
+    return std::min(whole, kStreamedCompute * computed / speed);
   }
 
   // The least e(s, D) from a degree on: D - 1 times q - attention / D, which is convex in D.
@@ -145,6 +151,19 @@ int64_t whole_tokens(const Problem& problem) {
   return problem.tokens_per_rank / problem.slice_multiple * problem.slice_multiple;
 }
 
+// The least degree of a sequence, which may be any if it streams.
+int64_t fewest_ranks(const Problem& problem, int64_t length) {
+  return problem.streams ? 1 : least_degree(problem, length);
+}
+
+// Compute that a sequence has twice because it must stream.
+double computed_again_s(const Problem& problem, int64_t length) {
+  if (!problem.streams || length <= whole_tokens(problem)) return 0;
+  const int64_t degree = least_degree(problem, length);
+  const bool fits = degree >= 1 && degree <= problem.num_ranks;
+  return fits ? 0 : (kStreamedCompute - 1) * compute_s(problem.cost, length);
+}
+
 // g, and as many blocks as a sequence needs ranks, for every C tokens, of which with offload a rank
 // may hold more; and merging, of which all members of a ring together have (D - 1) merge_b s.
 double least_fixed_s(const Problem& problem) {
@@ -154,7 +173,7 @@ double least_fixed_s(const Problem& problem) {
   for (const int64_t length : problem.lengths) {
     tokens += static_cast<double>(length);
     if (problem.cost.block_all_layers_s == 0 && problem.cost.merge_b == 0) continue;
-    const int64_t least = length <= whole ? 1 : least_degree(problem, length);
+    const int64_t least = length <= whole ? 1 : fewest_ranks(problem, length);
     blocks += static_cast<double>(length) * static_cast<double>(least);
   }
   const double capacity = static_cast<double>(problem.tokens_per_rank) /
@@ -183,7 +202,7 @@ std::vector<Long> long_sequences(const Problem& problem, double makespan_s) {
   for (const int64_t length : lengths) {
     // rounding may have made `shorter` a little too short
     if (length <= whole && compute_s(problem.cost, length) <= makespan_s) break;
-    longs.push_back({length, least_degree(problem, length)});
+    longs.push_back({length, fewest_ranks(problem, length)});
   }
   return longs;
 }
@@ -230,7 +249,7 @@ double lower_bound_s(const Problem& problem) {
 }
 
 double least_own_s(const Problem& problem, int64_t length) {
-  return Bound(problem).own_s(length, least_degree(problem, length));
+  return Bound(problem).own_s(length, fewest_ranks(problem, length));
 }
 
 double tight_bound_s(const Problem& problem) {
@@ -239,11 +258,15 @@ double tight_bound_s(const Problem& problem) {
   double low = lower_bound_s(problem);
   std::vector<Long> longs = long_sequences(problem, low);
   double work = total_compute_s(problem) + least_fixed_s(problem);
-  for (const Long& one : longs) work += bound.waited_s(one.length, one.least);
+  for (const Long& one : longs) {
+    work += problem.streams ? computed_again_s(problem, one.length)
+                            : bound.waited_s(one.length, one.least);
+  }
   if (!longs.empty()) low = std::max(low, bound.own_s(longs.front().length, longs.front().least));
   order_by_attention(problem, longs);
   const double speed = total_speed(problem);
   low = std::max(low, work / speed);
+  if (problem.streams) return low;
   const auto fits = [&](double makespan_s) {
     return work + exposed_s(bound, longs, makespan_s) <= makespan_s * speed * (1 + 1e-9);
   };

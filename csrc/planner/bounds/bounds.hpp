@@ -40,6 +40,11 @@ double least_own_s(const Problem& problem, int64_t length);
 //   the faster members' spare room can hold meanwhile. What fits into it takes at most the compute
 //   of one sequence of so many tokens where compute per token never falls with the length; else
 //   the most per token of any that fits, for every token.
+//
+// A stream exposes other traffic and needs no number of ranks: where sequences may stream, the last
+// two count for nothing, a sequence's D is 1, its own time that of a ring or 4/3 of what is computed,
+// if that is less, and those that no ring holds take 4/3 of their compute. A part of a stream is a
+// micro-batch of at most C tokens that costs g and D blocks at least.
 double tight_bound_s(const Problem& problem);
 
 }  // namespace hdp

@@ -4,7 +4,9 @@
 #include <utility>
 #include <vector>
 
+#include "planner/base/memory.hpp"
 #include "planner/baselines/baselines.hpp"
+#include "planner/bounds/bounds.hpp"
 #include "planner/dp_balance/candidate.hpp"
 #include "planner/dp_balance/decide.hpp"
 #include "planner/dp_balance/shorts.hpp"
@@ -56,9 +58,11 @@ class Choice {
   std::vector<Scheduled> plans_;
 };
 
-// Offers the plans of dp-balance itself; returns the sequences, longest first.
-std::vector<SequenceId> offer_own_plans(const Problem& problem, Choice& choice) {
-  Batch batch(problem);
+// Offers the plans of dp-balance itself, which may begin with streams; returns the sequences,
+// longest first.
+std::vector<SequenceId> offer_own_plans(const Problem& problem, Choice& choice,
+                                        bool streams = false) {
+  Batch batch(problem, streams);
   Decisions decisions = best_decisions(batch);
   const auto offer = [&](RingSchedule rings, const PlaceSet& shorts) {
     Plan plan = place_shorts(batch, rings, shorts, {}, std::move(rings.locals));
@@ -91,6 +95,30 @@ double offer_other_plans(const Problem& problem, const std::vector<SequenceId>& 
   return least_s;
 }
 
+// Whether a ring holds each sequence.
+bool rings_hold_all(const Problem& problem) {
+  return std::all_of(problem.lengths.begin(), problem.lengths.end(), [&](int64_t length) {
+    const int64_t least = least_degree(problem, length);
+    return least >= 1 && least <= problem.num_ranks;
+  });
+}
+
+// Streams where no ring serves, and where plans that begin with streams are faster.
+Scheduled with_streams(const Problem& problem) {
+  Choice choice;
+  if (rings_hold_all(problem)) {
+    Problem whole = problem;
+    whole.streams = false;
+    choice.offer(dp_balance(whole));
+  } else {
+    offer_own_plans(problem, choice);
+  }
+  if (choice.least_makespan_s() > kNearlyAsFast * tight_bound_s(problem)) {
+    offer_own_plans(problem, choice, true);
+  }
+  return choice.take(kInfinity);
+}
+
 }  // namespace
 
 Plan first_draft(const Batch& batch) {
@@ -101,6 +129,7 @@ Plan first_draft(const Batch& batch) {
 }
 
 Scheduled dp_balance(const Problem& problem) {
+  if (problem.streams) return with_streams(problem);
   Choice choice;
   const std::vector<SequenceId> order = offer_own_plans(problem, choice);
   const double slowest_s = kRounding * offer_other_plans(problem, order, choice);

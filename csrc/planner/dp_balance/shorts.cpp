@@ -7,6 +7,7 @@
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/base/stream.hpp"
 #include "planner/baselines/packing.hpp"
 #include "planner/dp_balance/clock_heap.hpp"
 
@@ -227,8 +228,12 @@ void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap
     const std::size_t place = schedule.places[i];
     const std::vector<int32_t> ring = schedule.ring(i);
     const auto degree = static_cast<int64_t>(ring.size());
-    plan.add(ring, {batch.order[place]},
-             offload_ratio(batch.problem, batch.length(place), degree).value());
+    const int64_t length = batch.length(place);
+    if (const auto stream = stream_of(batch.problem, length, degree)) {
+      plan.add_stream(ring, batch.order[place], stream->num_parts, stream->on_host);
+    } else {
+      plan.add(ring, {batch.order[place]}, offload_ratio(batch.problem, length, degree).value());
+    }
     if (!schedule.local_ends.empty()) plan.end_locals(schedule.local_ends[i]);
   }
 }

@@ -1,10 +1,12 @@
 #include "planner/rings/batch.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/base/stream.hpp"
 #include "planner/bounds/bounds.hpp"
 
 namespace hdp {
@@ -16,6 +18,17 @@ constexpr double kSand = 1.0 / 32;
 
 // A sequence whose own time is within this of what it should be is short enough.
 constexpr double kOwnTime = 1.002;
+
+// The least degree of a ring, N + 1 if none of N ranks or fewer holds the sequence; and that of a
+// stream, if there is one and `streams` asks for it or no ring serves, else again that of a ring.
+std::pair<int64_t, int64_t> least_degrees(const Problem& problem, int64_t length, bool streams) {
+  int64_t whole = least_degree(problem, length);
+  if (whole == 0) whole = problem.num_ranks + 1;
+  const bool is_forced = whole > problem.num_ranks;
+  if (!problem.streams || whole == 1 || !(streams || is_forced)) return {whole, whole};
+  const int64_t stream = least_stream_degree(problem, length);
+  return {std::min(whole, problem.num_ranks + 1), stream > 0 ? std::min(stream, whole) : whole};
+}
 
 // The least degree from `hidden` on at which the sequence is short enough; `hidden` if it never is.
 int64_t short_enough_degree(const Problem& problem, int64_t length, int64_t hidden, double time_s) {
@@ -30,7 +43,7 @@ int64_t short_enough_degree(const Problem& problem, int64_t length, int64_t hidd
 
 }  // namespace
 
-Batch::Batch(const Problem& given)
+Batch::Batch(const Problem& given, bool streams)
     : problem(given),
       order(longest_first(given.lengths)),
       lengths(given.lengths, order),
@@ -51,10 +64,13 @@ Batch::Batch(const Problem& given)
     const bool fits =
         slice_tokens(length(place), 1, problem.slice_multiple) <= problem.tokens_per_rank;
     if (fits && compute_s(place) <= kSand * share_s) break;
-    least.push_back(static_cast<int32_t>(least_degree(problem, length(place))));
+    const auto [whole, any] = least_degrees(problem, length(place), streams);
+    least_whole.push_back(static_cast<int32_t>(whole));
+    least.push_back(static_cast<int32_t>(any));
   }
   num_big = least.size();
   least.shrink_to_fit();
+  least_whole.shrink_to_fit();
   hidden.reserve(num_big);
   short_enough.reserve(num_big);
   for (std::size_t place = 0; place < num_big; ++place) {

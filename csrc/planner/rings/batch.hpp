@@ -11,7 +11,9 @@
 namespace hdp {
 
 struct Batch {
-  explicit Batch(const Problem& problem);
+  // With `streams` sequences begin as streams on few ranks, where they may stream; else only those
+  // that no ring holds.
+  explicit Batch(const Problem& problem, bool streams = false);
 
   // Of the sequence at a place in the order.
   int64_t length(std::size_t place) const { return lengths[place]; }
@@ -24,7 +26,8 @@ struct Batch {
   SortedLengths lengths;       // by place in the order
   std::size_t num_big = 0;     // the first places: each matters by itself
   // Degrees of the big ones:
-  std::vector<int32_t> least;         // by memory
+  std::vector<int32_t> least;         // by memory, as a stream where it may be one
+  std::vector<int32_t> least_whole;   // the same of a ring; more than there are ranks if none holds it
   std::vector<int32_t> hidden;        // the greatest that hides the traffic
   std::vector<int32_t> short_enough;  // the least from there on at which it takes own_time_s
   double total_s = 0;          // compute of all

@@ -5,6 +5,7 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
+#include "planner/base/stream.hpp"
 
 namespace hdp {
 namespace {
@@ -47,8 +48,9 @@ int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t 
   const int64_t useful = std::min({std::max(exposed, static_cast<int64_t>(wider)),
                                    problem.num_ranks, length / (2 * problem.slice_multiple)});
   if (useful <= least) return least;
-  const double parts =
-      std::ceil(parts_within(problem.cost, length, batch.compute_s(place), longest_s));
+  double computed_s = batch.compute_s(place);
+  if (least < batch.least_whole[place]) computed_s *= kStreamedCompute;
+  const double parts = std::ceil(parts_within(problem.cost, length, computed_s, longest_s));
   // the negated form sends the NaN of a cost model without times to the memory minimum
   const bool few = !(parts > static_cast<double>(least));
   const bool many = parts >= static_cast<double>(useful) || exposed > hidden;
@@ -86,7 +88,7 @@ int64_t widest_nested(const Batch& batch, const Nesting& nesting, std::size_t pl
 bool may_share(const Problem& problem, int64_t length, int64_t least, int64_t degree) {
   if (degree <= least) return degree == least;
   return degree <= problem.num_ranks && degree <= length / (2 * problem.slice_multiple) &&
-         offload_ratio(problem, length, degree).has_value();
+         (offload_ratio(problem, length, degree) || stream_of(problem, length, degree));
 }
 
 Degrees balanced_degrees(const Batch& batch, const Nesting& nesting, double longest_s) {

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/base/stream.hpp"
 
 namespace hdp {
 namespace {
@@ -165,11 +167,13 @@ class RingPlacer {
     const auto degree = static_cast<int64_t>(ranks.size());
     const int64_t length = batch_.length(place);
     const bool one_node = in_one_node(ranks, problem_.cost.ranks_per_node);
-    double seconds = ring_s(problem_.cost, length, degree, one_node, speed) +
-                     fixed_s(problem_.cost, degree) / speed;
+    const std::optional<Stream> stream = stream_of(problem_, length, degree);
+    double seconds = stream ? stream_s(problem_, length, degree, *stream, one_node, speed)
+                            : ring_s(problem_.cost, length, degree, one_node, speed) +
+                                  fixed_s(problem_.cost, degree) / speed;
     if (decisions_.fill_spare_room) {
       const int64_t slice = slice_tokens(length, degree, problem_.slice_multiple);
-      const int64_t room = problem_.tokens_per_rank - slice;
+      const int64_t room = stream ? 0 : problem_.tokens_per_rank - slice;
       seconds += spare_room_.fill(ranks, room, schedule_.locals) / speed;
       schedule_.local_ends.push_back(schedule_.locals.sequences.size());
     }

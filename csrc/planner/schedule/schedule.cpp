@@ -8,6 +8,7 @@
 #include "planner/base/cost_model.hpp"
 #include "planner/base/parts.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/base/stream.hpp"
 
 namespace hdp {
 namespace {
@@ -28,6 +29,12 @@ struct Sum {
   }
 };
 
+bool in_one_node(Span ring, int64_t per_node) {
+  const int64_t node = *ring.begin() / per_node;
+  return std::all_of(ring.begin(), ring.end(),
+                     [&](int32_t rank) { return rank / per_node == node; });
+}
+
 // What the members of a ring do together.
 class RingTime {
  public:
@@ -41,10 +48,7 @@ class RingTime {
       }
       sizes_ = part_sizes(lengths, num_parts_, problem.linear_tokens);
     }
-    const int64_t per_node = problem.cost.ranks_per_node;
-    const int64_t node = *ring_.first / per_node;
-    one_node_ =
-        std::all_of(ring_.first, ring_.last, [&](int32_t rank) { return rank / per_node == node; });
+    one_node_ = in_one_node(ring_, problem.cost.ranks_per_node);
   }
 
   int64_t degree() const { return ring_.last - ring_.first; }
@@ -95,9 +99,27 @@ Schedule run(const Problem& problem, const Plan& plan, std::vector<double>& cloc
   return schedule;
 }
 
+// A stream, whose only sequence is shared over its ring.
+MicroBatchLoad stream_load(const Problem& problem, const Plan& plan, int64_t micro_batch) {
+  const Span ring = plan.ring(micro_batch);
+  const auto degree = static_cast<int64_t>(ring.size());
+  const int64_t length = problem.lengths[index(*plan.sharded(micro_batch).begin())];
+  const Stream stream = stream_of(problem, length, degree).value();
+  const bool one_node = in_one_node(ring, problem.cost.ranks_per_node);
+  double seconds = 0;
+  for (const int32_t rank : ring) {  // a fast one hides less
+    seconds = std::max(
+        seconds, stream_s(problem, length, degree, stream, one_node, problem.speed(rank)));
+    if (problem.speeds.empty()) break;
+  }
+  const double tokens = stream_traffic_tokens(problem.cost, length, stream.num_parts);
+  return {seconds, static_cast<double>(degree - 1) * tokens, stream.tokens_on_a_rank};
+}
+
 }  // namespace
 
 MicroBatchLoad micro_batch_load(const Problem& problem, const Plan& plan, int64_t micro_batch) {
+  if (plan.parts_of_stream(micro_batch) > 0) return stream_load(problem, plan, micro_batch);
   const RingTime ring(problem, plan, micro_batch);
   const auto d = static_cast<double>(ring.degree());
   MicroBatchLoad load{ring.slowest_s(), (d - 1) * ring.sum().tokens, ring.sum().slice_tokens};

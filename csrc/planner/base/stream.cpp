@@ -1,0 +1,109 @@
+#include "planner/base/stream.hpp"
+
+#include <algorithm>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
+#include "planner/base/parts.hpp"
+#include "planner/base/slices.hpp"
+
+namespace hdp {
+namespace {
+
+constexpr int64_t kMostParts = int64_t{1} << 20;
+
+// Keys and values in 16 bits and the sums of their gradients in 32, per byte of the first.
+constexpr double kKeptPerKey = 3;
+
+// Layers whose kept keys lie in the buffers of a ring besides.
+constexpr double kLayersInBuffers = 2;
+
+// Of a token that earlier parts hold: copied to the device in each forward; in backward that and
+// the gradients' sums, which return.
+constexpr double kBackPerKey = 3;
+
+// What keys and values that a stream keeps take, per token, in tokens whose activations do.
+double kept_share(const CostModel& cost) {
+  if (cost.activation_bytes_per_token == 0) return 0;
+  const double layers = 1 + kLayersInBuffers / static_cast<double>(cost.num_layers);
+  return kKeptPerKey * layers * cost.kv_bytes_per_token / cost.activation_bytes_per_token;
+}
+
+template <typename Visit>
+void for_each_part(int64_t length, int64_t num_parts, const Visit& visit) {
+  const auto s = static_cast<double>(length);
+  const double part = s / static_cast<double>(num_parts);
+  double begin = 0;
+  for (int64_t number = 1; number <= num_parts; ++number) {
+    const double end = number < num_parts ? static_cast<double>(number) * part : s;
+    visit(PartSize{end - begin, begin, end * end - begin * begin});
+    begin = end;
+  }
+}
+
+}  // namespace
+
+std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree) {
+  if (!problem.streams || offload_ratio(problem, length, degree)) return std::nullopt;
+  const int64_t on_a_rank = (degree == 1 ? 1 : 2) * problem.slice_multiple;
+  const int64_t units = ceil_div(length, degree * on_a_rank);
+  const auto in_parts = [&](double tokens, bool on_host) -> std::optional<Stream> {
+    const auto most = static_cast<int64_t>(tokens / static_cast<double>(on_a_rank));
+    if (!(tokens > 0) || most == 0) return std::nullopt;
+    const int64_t num_parts = ceil_div(units, most);
+    if (num_parts < 2 || num_parts > kMostParts) return std::nullopt;
+    return Stream{num_parts, on_host, ceil_div(units, num_parts) * on_a_rank};
+  };
+  const auto capacity = static_cast<double>(problem.tokens_per_rank);
+  const double kept = kept_share(problem.cost) * static_cast<double>(units * on_a_rank);
+  const std::optional<Stream> device = in_parts(capacity - kept, false);
+  if (!problem.offload) return device;
+  const std::optional<Stream> host = in_parts(capacity, true);
+  return device && (!host || device->num_parts <= 2 * host->num_parts) ? device : host;
+}
+
+int64_t least_stream_degree(const Problem& problem, int64_t length) {
+  for (int64_t degree = 1; degree <= problem.num_ranks; ++degree) {
+    if (stream_of(problem, length, degree)) return degree;
+  }
+  return 0;
+}
+
+double stream_s(const Problem& problem, int64_t length, int64_t degree, const Stream& stream,
+                bool one_node, double speed) {
+  const CostModel& cost = problem.cost;
+  const auto d = static_cast<double>(degree);
+  const auto s = static_cast<double>(length);
+  const double fixed = fixed_s(cost, degree, s, stream.num_parts) + merge_s(cost, degree, s);
+  const double computed = (compute_s(cost, length) / d + fixed) / speed;
+  const double attention = attention_s(cost, length);
+  const double bandwidth = one_node ? cost.intra_node_bytes_per_s : cost.inter_node_bytes_per_s;
+  const double hop = one_node ? cost.intra_node_hop_all_layers_s : cost.inter_node_hop_all_layers_s;
+  double exposed = 0;
+  for_each_part(length, stream.num_parts, [&](const PartSize& part) {
+    const double attended = attention * (part.squares / (s * s)) / d / speed / 3;
+    if (degree > 1) {
+      const double hiding = (d - 1) / d * attended;
+      const double sent =
+          (d - 1) / d * traffic_tokens(part, cost.query_ratio) * cost.kv_bytes_per_token / bandwidth;
+      exposed += 2 * std::max(0.0, (d - 1) * hop + sent - hiding) +
+                 std::max(0.0, (d - 1) * hop + 2 * sent - 2 * hiding);
+    }
+    if (stream.on_host) {
+      const double hiding = attended + cost.linear_s_per_token * part.tokens / d / speed / 3;
+      const double copied = part.earlier * cost.kv_bytes_per_token / d / cost.host_bytes_per_s;
+      exposed += 2 * std::max(0.0, copied - hiding) +
+                 std::max(0.0, kBackPerKey * copied - 2 * hiding);
+    }
+  });
+  return kStreamedCompute * computed + exposed;
+}
+
+double stream_traffic_tokens(const CostModel& cost, int64_t length, int64_t num_parts) {
+  double tokens = 0;
+  for_each_part(length, num_parts,
+                [&](const PartSize& part) { tokens += traffic_tokens(part, cost.query_ratio); });
+  return tokens;
+}
+
+}  // namespace hdp

@@ -1,0 +1,37 @@
+// Streams: a sequence in parts of equal tokens on a ring, which keeps only keys and values between
+// forward and backward, and is computed again in backward, from the last part to the first.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "planner/base/types.hpp"
+
+namespace hdp {
+
+// Of what ranks compute a third is forward, which a stream runs twice.
+constexpr double kStreamedCompute = 4.0 / 3;
+
+struct Stream {
+  int64_t num_parts = 2;
+  bool on_host = false;            // its keys and values, with the sums of their gradients
+  int64_t tokens_on_a_rank = 0;    // padded, of its fullest part
+};
+
+// How a sequence streams on so many ranks whose memory does not hold a slice of it: in the fewest
+// parts that fit beside what is kept, on the device if that takes at most twice as many parts as on
+// the host. None if it may not stream, if a slice fits, or if no part fits.
+std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree);
+
+// The least degree at which the sequence may stream; 0 if there is none up to the number of ranks.
+int64_t least_stream_degree(const Problem& problem, int64_t length);
+
+// Seconds of a stream that has a ring to itself, all included. `speed`: of the slowest member.
+double stream_s(const Problem& problem, int64_t length, int64_t degree, const Stream& stream,
+                bool one_node, double speed = 1);
+
+// Tokens whose keys and values take as many bytes as a member sends in one forward pass of a stream,
+// times D / (D - 1).
+double stream_traffic_tokens(const CostModel& cost, int64_t length, int64_t num_parts);
+
+}  // namespace hdp

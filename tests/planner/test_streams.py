@@ -1,0 +1,137 @@
+"""Streams: what the planner makes of sequences that no ring holds, or of which a ring is slow."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hdp.planner import CostModel, evaluate, plan, tight_bound_s
+from megatron_hdp.planner.evaluation import figures
+from tests.planner.problems import repeatable
+
+slowly = repeatable(60)
+
+
+@st.composite
+def asked(draw):
+    """Arguments of `plan` for a batch whose longest sequences no ring may hold."""
+    ranks, capacity = draw(st.integers(1, 9)), draw(st.integers(40, 200))
+    lengths = draw(st.lists(st.integers(1, 300), max_size=20))
+    lengths += draw(st.lists(st.integers(100, 12_000), min_size=1, max_size=4))
+    number = st.sampled_from
+    cost = CostModel(
+        a=draw(number([0.0, 1e-8])),
+        b=1e-5,
+        attention_b=draw(number([0.0, 1e-6])),
+        kv_bytes_per_token=draw(number([10.0, 1e3])),
+        g=draw(number([0.0, 1e-3])),
+        block_s=draw(number([0.0, 1e-6])),
+        intra_node_hop_s=draw(number([0.0, 1e-5])),
+        inter_node_hop_s=draw(number([0.0, 2e-5])),
+        intra_node_bytes_per_s=draw(number([1e7, 1e9])),
+        inter_node_bytes_per_s=draw(number([1e6, 1e9])),
+        host_bytes_per_s=draw(number([1e6, 1e9])),
+        merge_b=draw(number([0.0, 1e-7])),
+        query_ratio=draw(number([0.0, 0.8, 3.0])),
+        activation_bytes_per_token=draw(number([1e4, 1e5])),
+        num_layers=4,
+        ranks_per_node=draw(number([1, 2, 4])),
+    )
+    speeds = draw(st.none() | st.lists(number([0.5, 1.0]), min_size=ranks, max_size=ranks))
+    return lengths, {
+        "ranks": ranks,
+        "tokens_per_rank": capacity,
+        "cost_model": cost,
+        "rank_speeds": speeds,
+        "offload": draw(number(["off", "auto"])),
+        "slice_multiple": draw(number([1, 3])),
+    }
+
+
+@slowly
+@given(asked())
+def test_plans_with_streams_fit_and_take_what_is_said(asked):
+    lengths, how = asked
+    try:
+        made = plan(lengths, **how, streams=True)
+    except ValueError as error:
+        assert "offload" in str(error) or how["offload"] == "auto"
+        return
+    made.validate(num_layers=4)
+    assert made.fingerprint() == plan(lengths, **how, streams=True).fingerprint()
+    replayed = evaluate(made, _with_speeds(how))
+    assert replayed.makespan_s == pytest.approx(made.summary["makespan_s"], rel=1e-9)
+    assert figures(made, _with_speeds(how)).makespan_s == replayed.makespan_s
+    for bound_s in (made.summary["lower_bound_s"], tight_bound_s(lengths, **how, streams=True)):
+        assert bound_s <= made.summary["makespan_s"] * (1 + 1e-9)
+    try:
+        without = plan(lengths, **how)
+    except ValueError:
+        assert made.streams is not None
+        return
+    assert made.summary["makespan_s"] <= without.summary["makespan_s"] * 1.003, "streams are slower"
+
+
+def _with_speeds(how):
+    return replace(how["cost_model"], rank_speeds=how["rank_speeds"] or ())
+
+
+LLAMA_8B = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_parameters": 8e9,
+    "kv_bytes_per_token": 131_072,
+}
+
+
+def test_a_stream_computes_its_forward_twice():
+    """Of one rank without g, by hand: 4/3 of the compute, and copies that take longer than that."""
+    cost = CostModel(
+        a=0.0,
+        b=3e-6,
+        kv_bytes_per_token=1.0,
+        host_bytes_per_s=1e6,
+        activation_bytes_per_token=1.0,
+        num_layers=4,
+    )
+    made = plan([400], ranks=1, tokens_per_rank=100, cost_model=cost, offload="auto", streams=True)
+    assert made.num_parts.tolist() == [4] and made.offload_ratios.tolist() == [1.0]
+    # parts of 100 tokens: 1e-4 s a forward; 100, 200 and 300 tokens come back, at 1e-6 s each
+    exposed = sum(2 * max(0, n - 100) + max(0, 3 * n - 200) for n in (0, 100, 200, 300)) * 1e-6
+    assert made.summary["makespan_s"] == pytest.approx(400 * 4e-6 + exposed)
+
+
+def test_a_sequence_of_many_capacities_streams_on_all_ranks():
+    cost = CostModel.from_model_shape(**LLAMA_8B)
+    how = {"ranks": 8, "tokens_per_rank": 16_384, "cost_model": cost, "offload": "auto"}
+    with pytest.raises(ValueError, match="needs 16 ranks.*streams=True"):
+        plan([4_000_000], **how, slice_multiple=8)
+    made = plan([4_000_000, *[5000] * 40], **how, streams=True, slice_multiple=8)
+    at = int(np.flatnonzero(made.streams)[0])
+    assert len(made.micro_batch(at).ranks) == 8 and made.num_parts[at] == 31
+    assert made.summary["efficiency"] > 0.74  # of 3/4
+
+
+def test_a_stream_takes_the_place_of_a_ring_that_is_slower():
+    """Rings over slow links, where a rank alone would hold a part of the sequence at a time."""
+    cost = CostModel.from_model_shape(**LLAMA_8B, inter_node_bytes_per_s=1e9, ranks_per_node=1)
+    lengths, how = [40_000] * 8, {"ranks": 8, "tokens_per_rank": 16_384, "cost_model": cost}
+    rings, streams = plan(lengths, **how), plan(lengths, **how, streams=True)
+    assert streams.streams.all() and (np.diff(streams.rank_offsets) == 1).all()
+    assert streams.summary["makespan_s"] < 0.8 * rings.summary["makespan_s"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"streams": 1}, "streams is 1; expected True or False"),
+        ({"streams": True, "pipeline_stages": 2}, "streams with 2 pipeline stages"),
+        ({"streams": True, "expert_parallel_size": 2}, "expert_parallel_size 2"),
+        ({"streams": True, "strategy": "static"}, "streams=True with the strategy auto"),
+    ],
+)
+def test_senseless_streams_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan([500], ranks=2, tokens_per_rank=100, **changes)
