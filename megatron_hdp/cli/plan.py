@@ -148,6 +148,12 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
         default="off",
         help="auto moves activations to host memory where that saves ranks (default: off)",
     )
+    add(
+        "--streams",
+        action="store_true",
+        help="let sequences stream that no ring holds, or of which a ring is slower: in parts that "
+        "keep only keys and values and are computed again in backward",
+    )
     number(
         add,
         *("--effort", "K", 1, 10**6),
@@ -201,6 +207,7 @@ def _run(arguments: argparse.Namespace) -> int:
         expert_parallel_size=arguments.expert_parallel_size,
         sequence_parts=arguments.sequence_parts,
         offload=arguments.offload,
+        streams=arguments.streams,
         effort=arguments.effort,
     )
     for note in filter(None, (*batch.notes, cost_model.warning)):

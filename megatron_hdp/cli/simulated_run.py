@@ -113,7 +113,7 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
     folder = options.data_cache_path
     opening = Opening(
         max_length=options.seq_length,
-        long_sequence=options.hdp_long_sequence,
+        long_sequence=options.long_documents,
         tokenizer=tokenizer_of(options),
         cache_folder=None if folder is None else Path(folder),
         say=say,
@@ -163,7 +163,7 @@ def _fitting(
     Raises:
         ValueError: there are such sequences, and they are refused.
     """
-    context, policy = options.seq_length, options.hdp_long_sequence
+    context, policy = options.seq_length, options.long_documents
     longest, num_longer = int(lengths.max()), int((lengths > context).sum())
     if not num_longer:
         return lengths, []

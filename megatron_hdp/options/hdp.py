@@ -15,7 +15,7 @@ PLANNER_FLAGS = {
     "tokens_per_rank": "--hdp-tokens-per-rank",
     "max_length": "--seq-length",
     'offload="auto"': "--hdp-offload auto",
-    "streams=True": "--hdp-long-sequence stream",
+    "streams=True with the strategy auto": "--hdp-long-sequence stream",
 }
 """Training's flags by the arguments that the planner's messages name."""
 
@@ -64,8 +64,11 @@ class HdpOptions:
     )
     hdp_long_sequence: str = option(
         "error",
-        choices=("error", "truncate", "split"),
-        help="What to do with a document that is longer than --seq-length.",
+        choices=("error", "truncate", "split", "stream"),
+        help="What to do with a document that is longer than --seq-length. stream: an error, as "
+        "with error; and a sequence up to it that all ranks together cannot hold runs as a stream, "
+        "in parts that keep only keys and values (in host memory with --hdp-offload auto, if need "
+        "be) and are computed again in backward. So does one of which a ring is slower.",
     )
     hdp_data: Path | None = option(
         None,
@@ -178,6 +181,16 @@ class HdpOptions:
         metavar="FILE",
         help="Append the metrics of each step to this file, one JSON object per line.",
     )
+
+    @property
+    def streams(self) -> bool:
+        """Whether sequences may run as streams."""
+        return self.hdp_long_sequence == "stream"
+
+    @property
+    def long_documents(self) -> str:
+        """What happens to documents beyond the context."""
+        return "error" if self.streams else self.hdp_long_sequence
 
     @property
     def learns_costs(self) -> bool:

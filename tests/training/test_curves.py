@@ -98,6 +98,18 @@ def test_one_curve_in_float32(run_ranks, prefix, float64_curve, num_ranks):
     assert largest_difference(curves, float64_curve) <= 1e-5
 
 
+@pytest.mark.slow
+def test_a_sequence_of_sixteen_capacities_streams(run_ranks, prefix, float64_curve):
+    """On one rank that holds a 16th of it, and as two of them beside whole ones."""
+    runs = [
+        arguments(prefix, hdp_tokens_per_rank=-(-LONGEST // sixteenths), **STREAM)
+        for sixteenths in (16, 8)
+    ]
+    curves = run_ranks(1, losses, runs, timeout_s=570)[0]
+    assert largest_difference(curves, float64_curve) <= 1e-10
+
+
+STREAM = {"hdp_long_sequence": "stream", "hdp_offload": "auto"}
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},

@@ -85,6 +85,7 @@ def run_setting(
         max_length=arguments.seq_length,
         slice_multiple=arguments.hdp_slice_multiple,
         sequence_parts=arguments.hdp_sequence_parts,
+        streams=arguments.streams,
         offload=arguments.hdp_offload,
         **others,
     )

@@ -25,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     spec = read_data_file(arguments.data, may_name_code=arguments.hdp_primitives).training
     seq_length = arguments.seq_length or _seq_length(spec, arguments)
     policy, num_steps = arguments.hdp_long_sequence, arguments.steps
+    policy = "error" if policy == "stream" else policy
     opening = opening_of(arguments, max_length=seq_length, long_sequence=policy)
     batch = BatchSize(arguments.global_batch_size, arguments.hdp_global_batch_tokens)
     drawing = drawing_of(spec, opening, batch, arguments.seed)

@@ -35,6 +35,8 @@ class PlanSettings:
     """Relative time of every virtual stage in the model's order; empty: all alike."""
     sequence_parts: int = 1
     """In which a micro-batch may run."""
+    streams: bool = False
+    """Whether sequences may run as streams."""
     window: int | None = None
     """Tokens that a query sees in layers with a window, for a step's sums; no plan asks for it."""
 
@@ -59,6 +61,7 @@ class PlanSettings:
             pipeline=self.pipeline,
             expert_parallel_size=self.lockstep_ranks,
             sequence_parts=self.sequence_parts,
+            streams=self.streams,
             offload=self.offload,
         )
 

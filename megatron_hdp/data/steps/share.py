@@ -208,12 +208,13 @@ def work_of(share: RankShare, cost_model: CostModel, num_stages: int = 1) -> Flo
     owners = np.repeat(slots, counts)
     is_sharded = np.arange(len(owners)) - share.offsets[owners] < share.num_sharded[owners]
     parts = np.where(is_sharded, degrees[owners], 1)
-    attention = float((attention_s(share.lengths, cost_model) / parts).sum())
-    linear = cost_model.linear_s_per_token * float((share.lengths / parts).sum())
+    times = 1 + share.streams / 3  # a third is forward, which streams run twice
+    attention = float((attention_s(share.lengths, cost_model) / parts * times[owners]).sum())
+    linear = cost_model.linear_s_per_token * float((share.lengths / parts * times[owners]).sum())
     has_local = (degrees > 1) & (counts > share.num_sharded)
     # a later part meets, step by step, keys of earlier ones beside its own
     num_parts = share.num_parts
-    blocks = int(((2 * num_parts - 1) * degrees + num_parts * has_local).sum())
+    blocks = float((times * ((2 * num_parts - 1) * degrees + num_parts * has_local)).sum())
     attention += blocks * block_s(cost_model, num_stages)
     return np.array([attention, linear, float(num_parts.sum())])
 

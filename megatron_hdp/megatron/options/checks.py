@@ -163,7 +163,7 @@ def check_layout(args: TrainingArguments) -> None:
         )
 
     layers = planned_layers(args)
-    if args.hdp_offload != "off" and layers <= 2:
+    if args.hdp_offload != "off" and layers <= 2 and not args.streams:
         raise OptionError(
             f"--hdp-offload {args.hdp_offload} has no effect with {layers} layers on a rank: "
             "two layers' activations always stay on the device: leave it out, or use fewer "
@@ -171,6 +171,7 @@ def check_layout(args: TrainingArguments) -> None:
         )
 
     _check_parts(args)
+    _check_streams(args)
     drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
     if stages > 1 and drawn and args.hdp_strategy not in _ON_PIPELINES:
         raise OptionError(
@@ -200,6 +201,29 @@ def _check_parts(args: TrainingArguments) -> None:
         raise OptionError(
             f"--hdp-sequence-parts {args.hdp_sequence_parts}: found {found[0]}, which does not "
             "work together with micro-batches in parts: leave one of them out"
+        )
+
+
+_ON_ONE_STAGE = (AUTO, "dp-balance")
+"""Strategies that plan streams."""
+
+
+def _check_streams(args: TrainingArguments) -> None:
+    """Checks which options work together with streams."""
+    if not args.streams:
+        return
+    refused = {
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
+        "--num-experts": args.num_experts is not None,
+        "--window-size": args.window_size is not None,
+        "--multi-latent-attention": args.multi_latent_attention,
+        f"--hdp-strategy {args.hdp_strategy}": args.hdp_strategy not in _ON_ONE_STAGE,
+    }
+    found = [name for name, is_found in refused.items() if is_found]
+    if found:
+        raise OptionError(
+            f"--hdp-long-sequence stream: found {found[0]}, which does not work together with "
+            "streams: leave one of them out"
         )
 
 

@@ -86,7 +86,7 @@ def _opening(arguments: TrainingArguments) -> Opening:
     folder = arguments.data_cache_path
     return Opening(
         max_length=arguments.seq_length,
-        long_sequence=arguments.hdp_long_sequence,
+        long_sequence=arguments.long_documents,
         tokenizer=tokenizer_of(arguments),
         cache_folder=None if folder is None else Path(folder),
         say=say,
@@ -114,7 +114,7 @@ class DataPlane:
             split=split,
             spec=replace(corpus.spec, sources=tuple(one.spec for one in corpus.sources)),
             max_length=arguments.seq_length,
-            long_sequence=arguments.hdp_long_sequence,
+            long_sequence=arguments.long_documents,
             tokenizer=tokenizer_of(arguments),
             cache_folder=arguments.data_cache_path and str(arguments.data_cache_path),
             settings=settings,

@@ -50,6 +50,7 @@ class Setting:
     max_length: int | None = None
     slice_multiple: int = 1
     sequence_parts: int = 1
+    streams: bool = False
     offload: str = "off"
     machine: Machine = field(default_factory=Machine)
     job: Job | None = None
@@ -77,6 +78,7 @@ class Setting:
             pipeline=self.pipeline,
             expert_parallel_size=self.lockstep_ranks,
             sequence_parts=self.sequence_parts,
+            streams=self.streams,
             offload=self.offload,
         )
 

@@ -85,6 +85,14 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         ("--hdp-trace traces", "--hdp-trace DIR and --hdp-trace-steps"),
         ("--hdp-trace-steps 1", "--hdp-trace DIR and --hdp-trace-steps"),
         ("--hdp-sequence-parts 0", "--hdp-sequence-parts: found 0"),
+        *(
+            (f"--hdp-long-sequence stream {more}", f"sequence stream: found {found}")
+            for more, found in (
+                ("--num-experts 4", "--num-experts"),
+                ("--hdp-strategy static", "--hdp-strategy static"),
+                (f"{PP} --num-layers 8", "--pipeline-model-parallel-size"),
+            )
+        ),
         ("--hdp-sequence-parts 4", "--hdp-sequence-parts 4 has no effect without --pipeline"),
         *(
             (f"--hdp-sequence-parts 4 {PP} --num-layers 8 {more}", f"parts 4: found {found}")
