@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike
 
 from megatron_hdp.nearest import nearest
 from megatron_hdp.planner.bounds import lockstep_bound_s
-from megatron_hdp.planner.choosing_parts import in_parts
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.pipeline_bounds import (
     most_held,
@@ -55,9 +54,7 @@ def plan(lengths: ArrayLike, *, strategy: str = AUTO, **arguments: Unpack[Argume
             - ``expert_parallel_size``: HDP ranks that share experts and wait for each other at
               every position; ranks k x this to (k + 1) x this - 1 are such a domain; a divisor of
               the ranks; the figures are those of `planner.experts.figures_in_lockstep` then
-            - ``sequence_parts``: parts in which a micro-batch may run on several stages; each
-              runs in as many, a power of two, as make the step shortest; the summary's figures
-              are those of whole micro-batches
+            - ``sequence_parts``: the most parts in which a micro-batch may run on several stages
             - ``offload``: "auto" lets activations go to host memory where that saves ranks and no
               time
             - ``streams``: lets sequences run as streams where no ring holds them, or where that is
@@ -83,7 +80,6 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
     _require_known(strategy)
     strategy = resolved(strategy, stages=stages, shares_experts=shares_experts)
     answer = _core.plan(problem.core, strategy)
-    stream_parts = answer["stream_parts"]
     made = Plan(
         num_ranks=problem.ranks,
         tokens_per_rank=problem.tokens_per_rank,
@@ -99,10 +95,11 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
         local_ranks=answer["local_ranks"],
         offload_ratios=answer["offload_ratios"],
         positions=answer["positions"],
-        num_parts=stream_parts if stream_parts is None else np.maximum(stream_parts, 1),
-        streams=stream_parts if stream_parts is None else stream_parts > 0,
+        num_parts=answer["num_parts"],
+        linear_tokens=problem.linear_tokens,
     )
-    made = in_parts(made, problem.cost_model, problem.pipeline, problem.sequence_parts)
+    if (stream_parts := answer["stream_parts"]) is not None:
+        made = replace(made, num_parts=np.maximum(stream_parts, 1), streams=stream_parts > 0)
     planning_ms = (time.perf_counter() - started) * 1e3
     makespan_s, lower_bound_s = answer["makespan_s"], answer["lower_bound_s"]
     cost_model, size = problem.cost_model, problem.expert_parallel_size

@@ -112,6 +112,11 @@ class Problem:
             object.__setattr__(self, "max_length", _integer("max_length", self.max_length))
 
     @cached_property
+    def linear_tokens(self) -> float:
+        """Where parts of micro-batches are cut."""
+        return linear_tokens(int(self.lengths.max()), self.cost_model)
+
+    @cached_property
     def core(self) -> _core.Problem:
         """The same for the C++ planner."""
         cost = self.cost_model
@@ -130,7 +135,7 @@ class Problem:
             streams=self.streams,
             effort=self.effort,
             sequence_parts=self.sequence_parts,
-            linear_tokens=linear_tokens(int(self.lengths.max()), cost),
+            linear_tokens=self.linear_tokens,
             expert_ranks=self.expert_parallel_size,
             rank_speeds=np.array(cost.rank_speeds, dtype=np.float64),
             cost_model={

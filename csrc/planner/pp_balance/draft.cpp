@@ -7,6 +7,7 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
+#include "planner/pp_balance/menu.hpp"
 #include "planner/schedule/schedule.hpp"
 
 namespace hdp {
@@ -42,21 +43,28 @@ struct SketchedOrder {
   }
 };
 
-Plan plan_of(const Problem& problem, const Seating& seating, const Rows& rows,
+Plan plan_of(const Problem& problem, const Seating& seating, const Arrangement& arrangement,
              const Filling& filling) {
+  const double part_s = arrangement.part_s;
   std::vector<int64_t> num_own;
   for (const auto& bins : filling.bins) num_own.push_back(static_cast<int64_t>(bins.size()));
   Plan plan;
   in_launch_order(
-      seating, rows, num_own,
+      seating, arrangement.rows, num_own,
       [&](std::size_t ring) {
         const SeatedRing& seated = seating.rings[ring];
         const int64_t length = problem.lengths[index(seated.sequence)];
         const auto degree = static_cast<int64_t>(seated.lanes.size());
         plan.add(seated.lanes, {seated.sequence}, offload_ratio(problem, length, degree).value());
+        if (part_s > 0) plan.num_parts.push_back(seated.num_parts);
       },
       [&](std::size_t rank, int64_t i) {
-        plan.add({static_cast<int32_t>(rank)}, filling.bins[rank][index(i)]);
+        const Bin& bin = filling.bins[rank][index(i)];
+        plan.add({static_cast<int32_t>(rank)}, bin);
+        if (part_s == 0) return;
+        double seconds = 0;
+        for (const SequenceId id : bin) seconds += compute_s(problem.cost, problem.lengths[index(id)]);
+        plan.num_parts.push_back(static_cast<int32_t>(parts_of_pack(problem, seconds, part_s)));
       });
   return plan;
 }
@@ -110,7 +118,7 @@ PipelineDraft pipeline_draft(const Problem& problem, const Seating& seating, con
       slots.push_back(own.of(rank, shares[rank]));
     }
     if (!shorts.fill(slots, filling)) return best;
-    Plan plan = plan_of(problem, seating, arrangement.rows, filling);
+    Plan plan = plan_of(problem, seating, arrangement, filling);
     const auto [schedule, ends] = run_pipeline(problem, plan);
     const double makespan_s = schedule.makespan_s;
     if (makespan_s < best.makespan_s) best = {std::move(plan), makespan_s};

@@ -15,6 +15,7 @@ namespace hdp {
 struct Arrangement {
   Rows rows;
   double own_s = 0;  // about the time of a micro-batch beside no ring
+  double part_s = 0;  // that parts of micro-batches should take; 0: all run whole
 };
 
 struct Sketch {

@@ -14,6 +14,7 @@
 #include "planner/dp_balance/shorts.hpp"
 #include "planner/pp_balance/choices.hpp"
 #include "planner/pp_balance/draft.hpp"
+#include "planner/pp_balance/parted.hpp"
 #include "planner/rings/batch.hpp"
 #include "planner/rings/rings.hpp"
 #include "planner/schedule/schedule.hpp"
@@ -341,12 +342,22 @@ class Nested {
   ShortsStyle style_;
 };
 
+// Whether micro-batches may run in parts, as far as pp-balance knows how.
+bool may_run_in_parts(const Problem& problem) {
+  return problem.sequence_parts > 1 && problem.pipeline_stages > 1 && problem.model_chunks == 1 &&
+         problem.expert_ranks == 1;
+}
+
 }  // namespace
 
 Plan pp_balance(const Problem& problem) {
   const Batch batch(problem);
+  std::vector<Plan> plans;
+  if (may_run_in_parts(problem)) plans.push_back(in_parts(batch).plan);
   std::future<Plan> nested = std::async([&] { return Nested(batch).run(); });
-  std::vector<Plan> plans{Search(batch).run(), nested.get(), naive(problem)};
+  plans.push_back(Search(batch).run());
+  plans.push_back(nested.get());
+  plans.push_back(naive(problem));
   if (static_degree(problem) > 0) plans.push_back(static_mesh(problem));
   Plan* best = nullptr;
   double least_s = kInfinity;

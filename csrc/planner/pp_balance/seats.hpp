@@ -18,6 +18,7 @@ struct SeatedRing {
   double seconds = 0;     // of its slowest member
   bool alone = false;     // each rank has a sequence for itself, and room for short ones
   std::vector<int32_t> lanes;
+  int32_t num_parts = 1;
 };
 
 struct Seating {

@@ -1,0 +1,198 @@
+#include "planner/pp_balance/menu.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
+#include "planner/base/parts.hpp"
+#include "planner/rings/degrees.hpp"
+#include "planner/rings/rings.hpp"
+
+namespace hdp {
+namespace {
+
+// Numbers of parts: about a third more each.
+std::vector<int64_t> numbers_of_parts(int64_t most) {
+  std::vector<int64_t> numbers;
+  for (const int64_t low : {2, 3}) {
+    for (int64_t number = low; number <= most; number *= 2) numbers.push_back(number);
+  }
+  numbers.push_back(1);
+  numbers.push_back(most);
+  std::sort(numbers.begin(), numbers.end());
+  numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
+  return numbers;
+}
+
+// A ring that takes less than this share of a rank's time need not be wider, and parts of a member
+// that take less than the other need not be shorter.
+constexpr double kLeastShare = 1.0 / 16;
+constexpr double kLeastPart = 1.0 / 1000;
+
+// A sequence whose pass on one rank takes less than this share of a rank's time is no ring.
+constexpr double kShort = 0.5;
+
+// The least degree and wider ones, about a fifth more each, and a whole node.
+std::vector<int64_t> degrees_of(const Batch& batch, std::size_t place) {
+  const int64_t least = batch.least[place];
+  std::vector<int64_t> degrees{least};
+  const auto offer = [&](int64_t degree) {
+    if (degree > least && may_share(batch.problem, batch.length(place), least, degree)) {
+      degrees.push_back(degree);
+    }
+  };
+  offer(batch.problem.cost.ranks_per_node);
+  const double widest = batch.compute_s(place) / (kLeastShare * batch.share_s);
+  const double most = std::min(widest, static_cast<double>(batch.problem.num_ranks));
+  for (int64_t degree = least + 1 + least / 5; static_cast<double>(degree) < most;
+       degree += 1 + degree / 5) {
+    offer(degree);
+  }
+  if (widest >= most) offer(batch.problem.num_ranks);
+  std::sort(degrees.begin(), degrees.end());
+  degrees.erase(std::unique(degrees.begin(), degrees.end()), degrees.end());
+  return degrees;
+}
+
+// What a pass adds to a micro-batch in so many parts: P - 1 times its first part.
+double pass_s(const Problem& problem, double seconds, int64_t num_parts) {
+  const auto more = static_cast<double>(problem.pipeline_stages - 1);
+  return seconds * (1 + more / static_cast<double>(num_parts));
+}
+
+double part_s(const Way& way) { return way.seconds / static_cast<double>(way.num_parts); }
+
+// Of all members; of ways that cost the same a narrow one serves.
+double work_of(const Way& way) {
+  constexpr double kWidth = 1e-5;
+  const auto degree = static_cast<double>(way.degree);
+  return degree * way.seconds * (1 + kWidth * degree);
+}
+
+// Those that no other one beats in work, in its pass and in its parts.
+std::vector<Way> best_of(std::vector<Way> ways) {
+  std::stable_sort(ways.begin(), ways.end(),
+                   [&](const Way& left, const Way& right) { return work_of(left) < work_of(right); });
+  std::vector<Way> best;
+  for (const Way& way : ways) {
+    const bool is_beaten = std::any_of(best.begin(), best.end(), [&](const Way& other) {
+      return other.pass_s <= way.pass_s && part_s(other) <= part_s(way);
+    });
+    if (!is_beaten) best.push_back(way);
+  }
+  return best;
+}
+
+std::vector<Way> ways_of(const Batch& batch, std::size_t place,
+                         const std::vector<int64_t>& numbers) {
+  const Problem& problem = batch.problem;
+  const CostModel& cost = problem.cost;
+  const int64_t length = batch.length(place);
+  const auto tokens = static_cast<double>(length);
+  const double compute = batch.compute_s(place);
+  const double attention = attention_s(cost, length);
+  const std::vector<int64_t> degrees = degrees_of(batch, place);
+  std::vector<Way> ways;
+  for (const int64_t number : numbers) {
+    const double most_s = compute / static_cast<double>(degrees.front() * number);
+    if (number > 1 && most_s < kLeastPart * batch.share_s) break;
+    const std::vector<PartSize> sizes = part_sizes({tokens}, number, problem.linear_tokens);
+    for (const int64_t degree : degrees) {
+      const auto d = static_cast<double>(degree);
+      const bool one_node = degree <= cost.ranks_per_node;
+      double seconds = compute / d + fixed_s(cost, degree, tokens, number) +
+                       merge_s(cost, degree, tokens);
+      if (degree > 1) {
+        seconds += number == 1 ? exposed_s(cost, degree, tokens, attention / d, one_node)
+                               : exposed_s(cost, degree, sizes, attention / d, one_node);
+      }
+      ways.push_back({static_cast<int32_t>(degree), static_cast<int32_t>(number), seconds,
+                      pass_s(problem, seconds, number)});
+    }
+  }
+  return best_of(std::move(ways));
+}
+
+}  // namespace
+
+Menu::Menu(const Batch& batch)
+    : batch_(batch) {
+  const std::vector<int64_t> numbers = numbers_of_parts(batch.problem.sequence_parts);
+  for (std::size_t place = 0; place < batch.num_big; ++place) {
+    const double least_s = pass_s(batch.problem, batch.compute_s(place), numbers.back());
+    if (batch.least[place] == 1 && least_s < kShort * batch.share_s) break;
+    const bool again = place > 0 && batch.length(place) == batch.length(place - 1);
+    ways_.push_back(again ? ways_.back() : ways_of(batch, place, numbers));
+  }
+}
+
+std::vector<Way> Menu::choose(const Taste& taste, double makespan_s) const {
+  std::vector<Way> chosen;
+  for (std::size_t place = 0; place < ways_.size(); ++place) {
+    const double most_s = taste.share * makespan_s;
+    const Way* best = nullptr;
+    double least = 0;
+    const Way* fastest = nullptr;
+    for (const Way& way : ways_[place]) {
+      if (fastest == nullptr || way.pass_s < fastest->pass_s) fastest = &way;
+      if (way.pass_s > most_s) continue;
+      const double late_s = taste.ramp * std::max(0.0, part_s(way) - taste.part_s);
+      const double price = work_of(way) + static_cast<double>(way.degree) * late_s;
+      if (best != nullptr && price >= least) continue;
+      best = &way;
+      least = price;
+    }
+    if (best == nullptr) best = fastest;
+    if (!is_ring(batch_.problem, batch_.length(place), best->degree)) break;
+    chosen.push_back(*best);
+  }
+  return chosen;
+}
+
+// With the ramp of each rank.
+double Menu::work_s(const Taste& taste, const std::vector<Way>& chosen) const {
+  double work = batch_.total_s;
+  double longest_s = taste.part_s;
+  for (std::size_t place = 0; place < chosen.size(); ++place) {
+    work += static_cast<double>(chosen[place].degree) * chosen[place].seconds -
+            batch_.compute_s(place);
+    longest_s = std::max(longest_s, part_s(chosen[place]));
+  }
+  return work + batch_.total_speed * (taste.lost_s + taste.ramp * (longest_s - taste.part_s));
+}
+
+double Menu::least_makespan_s(const Taste& taste) const {
+  constexpr int kSteps = 14;
+  const auto is_enough = [&](double makespan_s) {
+    const std::vector<Way> chosen = choose(taste, makespan_s);
+    for (const Way& way : chosen) {
+      if (way.pass_s > makespan_s) return false;
+    }
+    return work_s(taste, chosen) <= makespan_s * batch_.total_speed;
+  };
+  double low = batch_.share_s;
+  double high = 2 * low;
+  while (!is_enough(high) && high < 1e3 * low) {
+    low = high;
+    high *= 2;
+  }
+  for (int step = 0; step < kSteps; ++step) {
+    const double middle = (low + high) / 2;
+    (is_enough(middle) ? high : low) = middle;
+  }
+  return high;
+}
+
+int64_t parts_of_pack(const Problem& problem, double seconds, double part_s) {
+  const CostModel& cost = problem.cost;
+  const double one_s = fixed_s(cost, 1) + cost.block_all_layers_s;
+  const auto ramp = static_cast<double>(problem.pipeline_stages - 1);
+  const double wanted = std::min(std::ceil(seconds / part_s), std::sqrt(ramp * seconds / one_s));
+  // the negated form sends parts that cost nothing to the most
+  if (!(wanted < static_cast<double>(problem.sequence_parts))) return problem.sequence_parts;
+  return std::max<int64_t>(1, static_cast<int64_t>(wanted));
+}
+
+}  // namespace hdp

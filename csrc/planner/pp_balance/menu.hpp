@@ -1,0 +1,49 @@
+// pp-balance in parts: on how many ranks and in how many parts each long sequence may run.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/rings/batch.hpp"
+
+namespace hdp {
+
+// One way to run a sequence.
+struct Way {
+  int32_t degree = 1;
+  int32_t num_parts = 1;
+  double seconds = 0;  // of a member, all stages and parts
+  double pass_s = 0;   // P times what a pass of all stages takes, if no one else is in the way
+};
+
+// What decides between the ways of a sequence.
+struct Taste {
+  double ramp = 0;    // what a part takes longer than part_s counts so often: at most P - 1
+  double part_s = 0;  // that a part should take, all stages
+  double share = 1;   // of the makespan that a pass may take
+  double lost_s = 0;  // what a rank loses where no part takes longer than part_s
+};
+
+// The ways of all sequences that may become rings, longest first.
+class Menu {
+ public:
+  explicit Menu(const Batch& batch);
+
+  // The way of each ring, of the longest sequences first; P times the makespan is `makespan_s`.
+  std::vector<Way> choose(const Taste& taste, double makespan_s) const;
+
+  // The least P x makespan at which all passes are short enough and the ranks have time for all.
+  double least_makespan_s(const Taste& taste) const;
+
+ private:
+  double work_s(const Taste& taste, const std::vector<Way>& chosen) const;
+
+  const Batch& batch_;
+  std::vector<std::vector<Way>> ways_;  // by place
+};
+
+// In how many parts a micro-batch of one rank should run, of `seconds` if it runs whole, so that
+// parts take part_s, if launches do not cost more than that saves.
+int64_t parts_of_pack(const Problem& problem, double seconds, double part_s);
+
+}  // namespace hdp

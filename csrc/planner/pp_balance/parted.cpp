@@ -1,0 +1,252 @@
+#include "planner/pp_balance/parted.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <numeric>
+#include <utility>
+
+#include "planner/base/side_by_side.hpp"
+#include "planner/pp_balance/menu.hpp"
+
+namespace hdp {
+namespace {
+
+// Deals rings to ranks that have run the same rings before: members meet again in backward, so a rank
+// that had less to do before would wait there, too, and could not fill the time: it has one
+// micro-batch for each of theirs.
+class Dealer {
+ public:
+  explicit Dealer(const Batch& batch) : problem_(batch.problem), batch_(batch) {
+    const auto num_ranks = index(problem_.num_ranks);
+    seating_.ring_s.assign(num_ranks, 0.0);
+    seating_.weight.assign(num_ranks, 1.0);
+    Class all;
+    for (std::size_t rank = 0; rank < num_ranks; ++rank) {
+      all.ranks.push_back(static_cast<int32_t>(rank));
+      seating_.speed.push_back(problem_.speed(all.ranks.back()));
+    }
+    classes_.push_back(std::move(all));
+  }
+
+  // Of the longest sequences first; wide rings come first, so that one always finds a class.
+  Seating run(const std::vector<Way>& ways) {
+    std::vector<std::size_t> places(ways.size());
+    std::iota(places.begin(), places.end(), std::size_t{0});
+    std::stable_sort(places.begin(), places.end(), [&](std::size_t left, std::size_t right) {
+      return ways[left].degree > ways[right].degree;
+    });
+    for (const std::size_t place : places) start(place, ways[place]);
+    return std::move(seating_);
+  }
+
+ private:
+  struct Class {
+    double clock = 0;
+    std::size_t num_rings = 0;
+    std::vector<int32_t> ranks;  // ascending
+  };
+
+  void start(std::size_t place, const Way& way) {
+    const auto degree = index(way.degree);
+    auto best = classes_.end();
+    for (auto one = classes_.begin(); one != classes_.end(); ++one) {
+      if (one->ranks.size() < degree) continue;
+      if (best == classes_.end() || std::make_pair(one->clock, one->ranks.size()) <
+                                        std::make_pair(best->clock, best->ranks.size())) {
+        best = one;
+      }
+    }
+    Class members{best->clock, best->num_rings + 1, {}};
+    SeatedRing ring{batch_.order[place], place, 0, false, take(best->ranks, degree), way.num_parts};
+    for (const int32_t rank : ring.lanes) {
+      ring.seconds = std::max(ring.seconds, way.seconds / problem_.speed(rank));
+    }
+    members.clock += ring.seconds;
+    if (best->num_rings == seating_.rounds.size()) {
+      seating_.rounds.emplace_back(seating_.ring_s.size(), kNoRing);
+    }
+    for (const int32_t rank : ring.lanes) {
+      seating_.rounds[best->num_rings][index(rank)] = seating_.rings.size();
+      seating_.ring_s[index(rank)] += ring.seconds;
+    }
+    members.ranks = ring.lanes;
+    seating_.rings.push_back(std::move(ring));
+    if (best->ranks.empty()) {
+      *best = std::move(members);
+    } else {
+      classes_.push_back(std::move(members));
+    }
+  }
+
+  // Of one node if that has so many, the one with the fewest; else of the nodes that have most.
+  std::vector<int32_t> take(std::vector<int32_t>& ranks, std::size_t degree) const {
+    const auto per_node = static_cast<int32_t>(problem_.cost.ranks_per_node);
+    std::vector<std::pair<std::size_t, int32_t>> nodes;  // (ranks, node)
+    for (const int32_t rank : ranks) {
+      if (nodes.empty() || nodes.back().second != rank / per_node) {
+        nodes.emplace_back(0, rank / per_node);
+      }
+      ++nodes.back().first;
+    }
+    std::sort(nodes.begin(), nodes.end());
+    const auto fits = std::lower_bound(nodes.begin(), nodes.end(), std::make_pair(degree, 0));
+    std::vector<int32_t> wanted;  // nodes, the preferred first
+    if (fits != nodes.end()) {
+      wanted.push_back(fits->second);
+    } else {
+      std::stable_sort(nodes.begin(), nodes.end(),
+                       [](const auto& left, const auto& right) { return left.first > right.first; });
+      for (const auto& node : nodes) wanted.push_back(node.second);
+    }
+    std::vector<int32_t> taken;
+    for (const int32_t node : wanted) {
+      const auto first = std::lower_bound(ranks.begin(), ranks.end(), node * per_node);
+      const auto last = std::lower_bound(first, ranks.end(), (node + 1) * per_node);
+      const auto num = std::min<std::ptrdiff_t>(last - first,
+                                                static_cast<std::ptrdiff_t>(degree - taken.size()));
+      taken.insert(taken.end(), first, first + num);
+      if (taken.size() == degree) break;
+    }
+    std::sort(taken.begin(), taken.end());
+    std::vector<int32_t> left;
+    std::set_difference(ranks.begin(), ranks.end(), taken.begin(), taken.end(),
+                        std::back_inserter(left));
+    ranks = std::move(left);
+    return taken;
+  }
+
+  const Problem& problem_;
+  const Batch& batch_;
+  Seating seating_;
+  std::vector<Class> classes_;  // ranks that have run the same rings
+};
+
+// Shares of the makespan that a pass may take.
+constexpr double kShares[] = {1.0, 0.8};
+
+// Of P - 1: how much of a part's time a rank loses in a pass; other micro-batches fill the rest.
+constexpr double kRamps[] = {1.0, 0.4};
+
+// Times of parts, as shares of a rank's time.
+constexpr double kParts[] = {1.0 / 20, 1.0 / 40, 1.0 / 80, 1.0 / 160, 1.0 / 320, 1.0 / 640};
+
+// Times of parts of rings between full micro-batches of short sequences, in units of these: where
+// P - 1 of them stand before and behind a ring, stages have work while its first part passes.
+constexpr double kBetween[] = {2.0, 1.4, 1.0, 0.7, 0.5, 0.25};
+
+// Parts of these are shorter.
+constexpr double kShortParts = 1.0 / 16;
+
+// So many tastes of a kind with the least estimates become plans, and up to kMostDrafts of small
+// problems: as many as place so many sequences and ranks together.
+constexpr std::size_t kDrafts = 2;
+constexpr std::size_t kMostDrafts = 8;
+constexpr std::size_t kDraftWork = 10000;
+
+struct Tried {
+  Taste taste;
+  double pack_part_s = 0;  // of micro-batches of short sequences
+  int64_t lead = 0;        // rows without rings before the others
+  double estimate_s = 0;   // of P x the makespan
+  double makespan_s = kInfinity;
+};
+
+class Search {
+ public:
+  explicit Search(const Batch& batch)
+      : batch_(batch),
+        all_(whole_sequences(batch.problem, batch.order)),
+        menu_(batch),
+        more_(batch.problem.pipeline_stages - 1) {}
+
+  PipelineDraft run() {
+    const std::size_t size = batch_.order.size() + index(batch_.problem.num_ranks);
+    const std::size_t num =
+        std::clamp(index(batch_.problem.effort) * kDraftWork / size, kDrafts, kMostDrafts);
+    std::vector<Tried> tried;
+    const auto keep = [&](std::vector<Tried> all) {
+      all = estimated(std::move(all));
+      tried.insert(tried.end(), all.begin(), at(all, std::min(num, all.size())));
+    };
+    for (const double ramp : kRamps) keep(in_short_parts(ramp * static_cast<double>(more_)));
+    keep(between_packs());
+    attempt_all(tried);
+    const auto best = std::min_element(
+        tried.begin(), tried.end(),
+        [](const Tried& left, const Tried& right) { return left.makespan_s < right.makespan_s; });
+    std::vector<Tried> again;
+    for (const int64_t lead : {int64_t{0}, int64_t{1}, more_}) {
+      again.push_back(*best);
+      again.back().lead = lead;
+    }
+    attempt_all(again);
+    return std::move(best_);
+  }
+
+ private:
+  std::vector<Tried> in_short_parts(double ramp) const {
+    std::vector<Tried> all;
+    for (const double share : kShares) {
+      for (const double part : kParts) {
+        const double part_s = part * batch_.share_s;
+        all.push_back({{ramp, part_s, share, ramp * part_s}, part_s});
+      }
+    }
+    return all;
+  }
+
+  std::vector<Tried> between_packs() const {
+    const auto ramp = static_cast<double>(more_);
+    const double short_s = kShortParts * batch_.full_s;
+    std::vector<Tried> all;
+    for (const double part : kBetween) {
+      all.push_back({{ramp, part * batch_.full_s, 1, ramp * short_s}, short_s, more_});
+    }
+    return all;
+  }
+
+  // The least first.
+  std::vector<Tried> estimated(std::vector<Tried> all) const {
+    side_by_side(all.size(), [&](std::size_t i) {
+      all[i].estimate_s = menu_.least_makespan_s(all[i].taste);
+    });
+    std::stable_sort(all.begin(), all.end(), [](const Tried& left, const Tried& right) {
+      return left.estimate_s < right.estimate_s;
+    });
+    return all;
+  }
+
+  void attempt_all(std::vector<Tried>& tried) {
+    std::vector<PipelineDraft> drafts(tried.size());
+    side_by_side(tried.size(), [&](std::size_t i) { drafts[i] = draft_of(tried[i]); });
+    for (std::size_t i = 0; i < tried.size(); ++i) {
+      tried[i].makespan_s = drafts[i].makespan_s;
+      if (drafts[i].makespan_s < best_.makespan_s) best_ = std::move(drafts[i]);
+    }
+  }
+
+  PipelineDraft draft_of(const Tried& tried) const {
+    const std::vector<Way> ways = menu_.choose(tried.taste, tried.estimate_s);
+    const Seating seating = Dealer(batch_).run(ways);
+    const Shorts shorts(batch_.problem, all_, ways.size());
+    Rows rows(index(tried.lead), kNoRound);
+    for (std::size_t i = 0; i < seating.rounds.size(); ++i) {
+      rows.push_back(static_cast<int64_t>(i));
+    }
+    return pipeline_draft(batch_.problem, seating, shorts,
+                          {std::move(rows), batch_.full_s, tried.pack_part_s},
+                          first_shares(seating, shorts.total_s()));
+  }
+
+  const Batch& batch_;
+  std::vector<Whole> all_;
+  Menu menu_;
+  int64_t more_;  // P - 1
+  PipelineDraft best_;
+};
+
+}  // namespace
+
+PipelineDraft in_parts(const Batch& batch) { return Search(batch).run(); }
+
+}  // namespace hdp
