@@ -59,7 +59,7 @@ class HdpOptions:
         maximum=1024,
         help="With pipeline stages, run each micro-batch in up to this many parts of equal time: a "
         "stage hands a part on while it computes the next one, so that the next stage begins "
-        "earlier. Each runs in as many, a power of two, as make the step shortest. 1: all run "
+        "earlier. Each runs in as many as make the step shortest. 1: all run "
         "whole.",
     )
     hdp_long_sequence: str = option(

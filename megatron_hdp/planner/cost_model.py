@@ -390,7 +390,7 @@ def query_ratio_of(
 
     Forward and backward. Keys and values go around twice, and their gradients in float32. Queries
     go around twice and the gradient of the output once; the output and the gradient of queries in
-    float32, with two more numbers a head.
+    float32, with three more numbers a head.
 
     Args:
         kv_size: values of a token's keys and values.
@@ -402,9 +402,10 @@ def query_ratio_of(
     Returns:
         0 if there are no keys and values.
     """
-    keys = kv_size * (2 * value_bytes + 4)
+    wide = max(4, value_bytes)
+    keys = kv_size * (2 * value_bytes + wide)
     queries = (2 * query_size + output_size) * value_bytes
-    queries += 4 * (query_size + output_size + 2 * num_heads)
+    queries += wide * (query_size + output_size + 3 * num_heads)
     return queries / keys if keys else 0.0
 
 

@@ -54,7 +54,8 @@ def plan(lengths: ArrayLike, *, strategy: str = AUTO, **arguments: Unpack[Argume
             - ``expert_parallel_size``: HDP ranks that share experts and wait for each other at
               every position; ranks k x this to (k + 1) x this - 1 are such a domain; a divisor of
               the ranks; the figures are those of `planner.experts.figures_in_lockstep` then
-            - ``sequence_parts``: the most parts in which a micro-batch may run on several stages
+            - ``sequence_parts``: the most parts in which a micro-batch may run on several stages;
+              where ranks share experts, the summary's figures are those of whole micro-batches
             - ``offload``: "auto" lets activations go to host memory where that saves ranks and no
               time
             - ``streams``: lets sequences run as streams where no ring holds them, or where that is

@@ -342,18 +342,12 @@ class Nested {
   ShortsStyle style_;
 };
 
-// Whether micro-batches may run in parts, as far as pp-balance knows how.
-bool may_run_in_parts(const Problem& problem) {
-  return problem.sequence_parts > 1 && problem.pipeline_stages > 1 && problem.model_chunks == 1 &&
-         problem.expert_ranks == 1;
-}
-
 }  // namespace
 
 Plan pp_balance(const Problem& problem) {
   const Batch batch(problem);
   std::vector<Plan> plans;
-  if (may_run_in_parts(problem)) plans.push_back(in_parts(batch).plan);
+  if (may_run_in_parts(problem) && problem.expert_ranks == 1) plans.push_back(in_parts(batch).plan);
   std::future<Plan> nested = std::async([&] { return Nested(batch).run(); });
   plans.push_back(Search(batch).run());
   plans.push_back(nested.get());

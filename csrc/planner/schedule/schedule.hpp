@@ -92,6 +92,14 @@ std::vector<double> pipeline_ends_in_parts(const Problem& problem,
                                            const std::vector<int32_t>& num_parts,
                                            int64_t num_ranks);
 
+// Whether micro-batches may run in parts.
+bool may_run_in_parts(const Problem& problem);
+
+// Has the micro-batches of a plan run in as many parts, powers of two, as make the step shortest;
+// ranks that share experts are taken not to wait for each other. Others than of plans whose
+// micro-batches stand at one position stay whole.
+void choose_parts(const Problem& problem, Plan& plan);
+
 // Of neighbouring ranks that share experts and wait for each other at every position:
 
 // The position of each micro-batch in the lists of all its ranks: what the plan says, or the first

@@ -16,7 +16,7 @@ from megatron_hdp.megatron.options import (
     expert_domain_size,
     planned_weights,
 )
-from megatron_hdp.planner import CostModel, Plan, evaluate
+from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.channels import Nccl
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
 from megatron_hdp.planner.lockstep import knows_stages
@@ -124,10 +124,6 @@ def plan_step(
     if stages > 1 and not knows_stages(arguments.hdp_strategy):  # a plan for one stage was made
         in_stages_s = setting.executed(made).record.makespan_s
         step_s, efficiency = in_stages_s, efficiency * step_s / stages / in_stages_s
-    if made.num_parts is not None:  # of whole micro-batches the summary tells
-        pipeline = setting.pipeline
-        found = evaluate(made, setting.cost_model, stages, 1, pipeline.weights)
-        step_s, efficiency = found.makespan_s, found.efficiency
     positions = made.summary.get("num_positions")
     exchanged_bytes = exchanged_bytes_per_token(
         values_per_token=job.shape.sent_to_experts,

@@ -145,8 +145,8 @@ def test_windows_counted_by_hand():
         "halo_bytes": 3 * 2 * 8 * 6,
         "window_tokens": 5,
         "window_share": 0.5,
-        # of 12 channels and 4 heads; 2 x 12 + 12 in two bytes, 12 + 12 + 2 x 4 in four
-        "query_ratio": (36 * 2 + 32 * 4) / (6 * (2 * 2 + 4)),
+        # of 12 channels and 4 heads; 2 x 12 + 12 in two bytes, 12 + 12 + 3 x 4 in four
+        "query_ratio": (36 * 2 + 36 * 4) / (6 * (2 * 2 + 4)),
     }
     # 12 channels a layer; 9 tokens: 81, and 2 (5 x 9 - 25 / 2) = 65 in the window
     lengths = np.array([9, 4])
