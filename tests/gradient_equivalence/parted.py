@@ -1,5 +1,7 @@
 """Rows whose micro-batches run in parts, and rows of streams."""
 
+from dataclasses import replace
+
 from tests.gradient_equivalence.case import (
     LENGTHS,
     PP2,
@@ -38,12 +40,13 @@ def parted() -> dict[str, Case]:
         "pp2-mtp-tp2-sp-modules": (8, joined(PP2, MTP, TP2_SP, recomputing("layernorm"))),
         "pp2-logits": (4, joined(PP2, {"hdp_fused_loss": False})),
     }
-    return {
+    cases = {
         f"parts/{name}": Case(
             *(ranks, settings | IN_PARTS, (), 4, LENGTHS * 2), around=emptied_outputs
         )
         for name, (ranks, settings) in rows.items()
     }
+    return cases | {"parts/pp2-corrupt": replace(cases["parts/pp2"], corrupt=(4, 7, 11))}
 
 
 def streams() -> dict[str, Case]:

@@ -87,8 +87,8 @@ def outcome(run, plant, looks_at_losses=True):
 
 def poison(chunks, value):
     """Puts a value into the place of the poison's embedding."""
-    embedding = next(chunks[0].parameters())
-    embedding[POISON] = value
+    if chunks[0].module.pre_process:
+        next(chunks[0].parameters())[POISON] = value
 
 
 def poison_a_rank(chunks):
@@ -107,7 +107,8 @@ def poison_gradient_of_a_token(chunks):
         if (kwargs["input_ids"] == POISON).any() and output.requires_grad:
             output.register_hook(lambda gradient: gradient * float("nan"))
 
-    chunks[0].module.embedding.register_forward_hook(forward, with_kwargs=True)
+    if chunks[0].module.pre_process:
+        chunks[0].module.embedding.register_forward_hook(forward, with_kwargs=True)
 
 
 def poison_gradient_behind_the_layers(chunks):
@@ -137,6 +138,14 @@ GRADIENT_LINE = LINE.replace("has loss", "has a gradient of norm")
 NAN = partial(poison, value=float("nan"))
 
 
+IN_PARTS = {"pipeline_model_parallel_size": 2, "hdp_sequence_parts": 4}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(3, {}), pytest.param(4, IN_PARTS, marks=pytest.mark.slow)],
+    ids=["rings", "parts"],
+)
 @pytest.mark.parametrize(
     ("plant", "value", "pattern", "line"),
     [
@@ -155,9 +164,11 @@ NAN = partial(poison, value=float("nan"))
     ],
     ids=["nan", "inf", "gradient"],
 )
-def test_the_micro_batch_is_named_and_weights_stay(run_ranks, prefix, plant, value, pattern, line):
-    run = arguments(prefix)
-    results = run_ranks(3, outcome, run, plant)
+def test_the_micro_batch_is_named_and_weights_stay(
+    run_ranks, prefix, ranks, settings, plant, value, pattern, line
+):
+    run = arguments(prefix, **settings)
+    results = run_ranks(ranks, outcome, run, plant)
     (message,) = {message for message, _, _ in results}
     step = int(re.search(pattern, message)[1])
     lines = re.findall(line, message)
