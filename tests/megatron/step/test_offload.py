@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import weakref
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -10,15 +11,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_hdp.cli.checking import job_of
 from megatron_hdp.data.steps import padding_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner import CostModel, make_plan
+from megatron_hdp.planner.memory import keys_of_part
 from megatron_hdp.runtime.offload.host_pool import HostPool
 from megatron_hdp.runtime.timeline import Timeline
 from tests.gradient_equivalence.case import LENGTHS, ROOM
-from tests.gradient_equivalence.settings import PARTS
+from tests.gradient_equivalence.settings import PARTS, RECOMPUTE, recomputing
 from tests.support.gradients import (
     VOCABULARY,
     hdp_step,
@@ -164,3 +167,56 @@ def test_the_memory_model_predicts_the_peak_within_5_percent(run_ranks, tmp_path
         expected = fixed + tokens * (per_whole_token - ratio * 6 * per_token)  # 2 of 8 layers stay
         assert measured == pytest.approx(expected, rel=0.05), (ratio, measured, expected)
     assert found[-1][1] < 0.6 * found[2][1]
+
+
+def in_parts(num_parts, ratio):
+    """One sequence in parts of 256 tokens."""
+    parts = [(0, 1, False, number > 0, 0) for number in range(num_parts)]
+    held = {"local_lengths": (256,) * num_parts, "parts": parts, "offload_ratio": ratio}
+    micro_batch = replace(padding_micro_batch(0, 256 * num_parts), **held)
+    micro_batch.loss_mask[:] = True
+    return micro_batch
+
+
+def held_of_a_token(cases):
+    """Of each (arguments, ratio): bytes that a layer saves, and that a token more adds to a peak.
+
+    The token is of a part more, so what only lives while a part runs is the same.
+    """
+    parallel.initialise(cases[0][0])
+    found = []
+    for arguments, ratio in cases:
+        gpt = building.build_gpt(arguments, VOCABULARY)
+        executor = setup.build_executor(arguments, [gpt], Timeline())
+        saved = executor.activation_bytes_per_token()
+        there = [executor.offload.pool.take(1 << 20).slab.memory, *gpt.parameters()]
+        there += [parameter.main_grad for parameter in gpt.parameters()]
+        measured = []
+        for num_parts in (4, 12):
+            with LiveMemory(there) as memory:
+                executor.run([in_parts(num_parts, ratio)], 256 * num_parts)
+            measured.append(memory.peak)
+        found.append((saved, (measured[1] - measured[0]) / (8 * 256)))
+    return found
+
+
+@pytest.mark.slow
+def test_what_parts_hold_is_what_the_memory_model_says(run_ranks, tmp_path):
+    """With every way of recomputation, and with offload: keys of parts stay.
+
+    Gradients of keys, and hidden states behind the layers, count only where they outweigh what
+    later parts have given back.
+    """
+    shape = {"num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 160, "kv_channels": 16}
+    shape |= dict.fromkeys(("seq_length", "max_position_embeddings"), 4096)
+    prefix = write_corpus(tmp_path, [64])
+    kinds = [({}, 0.0), ({}, 0.5), ({}, 1.0), (RECOMPUTE, 0.0), (recomputing("core_attn"), 0.0)]
+    cases = [(tiny_arguments(prefix, **shape | kind), ratio) for kind, ratio in kinds]
+    for (arguments, ratio), (saved, measured) in zip(
+        cases, run_ranks(1, held_of_a_token, cases)[0], strict=True
+    ):
+        job = replace(job_of(arguments, 1, VOCABULARY), runs_parts=True)
+        keys = keys_of_part(job, job.parts[0]) * 8 / (8 + 4)  # and their gradients, in float64
+        held = (8 - ratio * 6) * saved
+        most = held + 2 * keys + 4 * 8 * arguments.hidden_size
+        assert 0.95 * (held + keys) < measured < 1.05 * most, (ratio, saved, keys, measured)
