@@ -170,11 +170,11 @@ def test_rings(request, transport, device, name):
 
 
 def errors_with_a_fault(*call):
-    def tails_see_heads_only(layout, step):
+    def tails_see_heads_only(layout, queries, keys):
         segments = layout.half_segments
         return layout.tails, layout.heads, Block(segments, segments, causal=False)
 
-    with mock.patch("megatron_hdp.runtime.ring.attention.block_at", tails_see_heads_only):
+    with mock.patch("megatron_hdp.runtime.ring.dense.block_at", tails_see_heads_only):
         return errors_of_cases(*call)
 
 

@@ -63,7 +63,7 @@ def read_at_wrong_positions(*args, **kwargs):
     return micro_batch
 
 
-def block_without_heads(layout, step):
+def block_without_heads(layout, queries, keys):
     """A ring in which no head chunk is seen as a whole."""
     segments = layout.half_segments
     return layout.tails, layout.tails, Block(segments, segments, causal=False)
@@ -200,12 +200,18 @@ FAULTS: dict[str, Fault] = {
     "lost-source-trained": Fault(replace(_MIXTURE, around=never_had_chat)),
     "slice-dropped": _planted(_RINGS, READ, read_without_a_slice),
     "wrong-position": _planted(_RINGS, READ, read_at_wrong_positions),
-    "wrong-block": _planted(_RINGS, f"{RING}.attention.block_at", block_without_heads),
+    "wrong-block": _planted(_RINGS, f"{RING}.dense.block_at", block_without_heads),
     "wrong-scale": _planted(
         _RINGS, f"{EXECUTOR}.HdpExecutor._finalize", finalize_with_one_token_too_many
     ),
-    "parts-without-later-queries": _planted(_PARTS, f"{RING}.parts.EarlierKeys.take", nothing),
-    "parts-see-themselves-alone": _planted(_PARTS, f"{RING}.attention.attend_to_earlier", nothing),
+    "parts-without-later-queries": _planted(_PARTS, f"{RING}.parts.EarlierKeys.add_found", nothing),
+    "parts-see-themselves-alone": Fault(
+        _PARTS,
+        (
+            (f"{RING}.parts.EarlierKeys.groups", lambda *_: iter(())),
+            (f"{RING}.parts.EarlierKeys.add_found", nothing),
+        ),
+    ),
     "streams-count-twice": _planted(
         _STREAMS,
         "megatron_hdp.megatron.execution.model_pass.StepInProgress.computed_again",
@@ -223,7 +229,9 @@ FAULTS: dict[str, Fault] = {
         1e-3,
     ),
     "halo-forgotten": _planted(
-        _WINDOWS, f"{RING}.halo.Halo.home", lambda self, dk, dv, comm: (dk[self.own], dv[self.own])
+        _WINDOWS,
+        f"{RING}.halo.Halo.home",
+        lambda self, dk, dv, comm, earlier: (dk[self.own], dv[self.own]),
     ),
     "halo-too-short": _planted(
         _WINDOWS, f"{RING}.windowed.Halo.of", lambda layout, window: HALO(layout, window - 1)

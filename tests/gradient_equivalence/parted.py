@@ -14,16 +14,28 @@ from tests.gradient_equivalence.case import (
 from tests.gradient_equivalence.settings import (
     BLOCK,
     IN_PARTS,
+    LONG,
     MHA,
     MQA,
     MTP,
     NO_BIAS,
+    OFF_BY_ONE,
     PP4,
     RECOMPUTE,
     SHARDED,
+    SHORT,
+    SINK,
+    every,
     layers,
     recomputing,
 )
+from tests.support.mla import MLA
+
+KEYS, QUERIES = (
+    (("megatron_hdp.runtime.ring.dense.queries_travel", lambda *_, travel=travel: travel),)
+    for travel in (False, True)
+)
+LATENT, KV = ({"hdp_mla_ring": way} for way in ("latent", "kv"))
 
 
 def parted() -> dict[str, Case]:
@@ -39,12 +51,22 @@ def parted() -> dict[str, Case]:
         "pp2-mtp-recompute": (4, joined(PP2, MTP, RECOMPUTE)),
         "pp2-mtp-tp2-sp-modules": (8, joined(PP2, MTP, TP2_SP, recomputing("layernorm"))),
         "pp2-logits": (4, joined(PP2, {"hdp_fused_loss": False})),
+        "windows": (6, joined(PP2, SHORT, SINK)),
+        "some-windows": (6, joined(PP2, LONG, OFF_BY_ONE, every("2"), layers(4), RECOMPUTE)),
+        "queries": (6, joined(MQA, PP2), QUERIES),
+        "keys-tp2-sp": (8, joined(MHA, PP2, TP2_SP, SINK), KEYS),
+        "kv-queries": (6, joined(MLA, PP2, KV), QUERIES),
+        "kv-keys": (6, joined(MLA, PP2, KV), KEYS),
+        "latent-queries": (6, joined(MLA, PP2, LATENT), QUERIES),
+        "latent-keys": (8, joined(MLA, PP2, LATENT, TP2_SP, RECOMPUTE), KEYS),
     }
     cases = {
         f"parts/{name}": Case(
-            *(ranks, settings | IN_PARTS, (), 4, LENGTHS * 2), around=emptied_outputs
+            *(ranks, settings | IN_PARTS, (), 4, LENGTHS * 2),
+            around=emptied_outputs,
+            patches=sum(patches, ()),
         )
-        for name, (ranks, settings) in rows.items()
+        for name, (ranks, settings, *patches) in rows.items()
     }
     return cases | {"parts/pp2-corrupt": replace(cases["parts/pp2"], corrupt=(4, 7, 11))}
 

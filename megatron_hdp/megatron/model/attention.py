@@ -157,8 +157,8 @@ class HdpCoreAttention(MegatronModule):
             )
         _refuse(attention_bias is not None, "an attention bias", "no bias")
         how: dict[str, Any] = {"window": self.window, "sink": self.softmax_offset}
-        if params.earlier is not None:
-            how["earlier"] = params.earlier[id(self)]  # MTP layers may be numbered anew
+        if (earlier := self.earlier_keys(params)) is not None:
+            how["earlier"] = earlier
         with self._without_fp8():
             out = params.attention(
                 query.squeeze(1),
@@ -170,6 +170,12 @@ class HdpCoreAttention(MegatronModule):
                 **how,
             )
         return out.reshape(out.shape[0], 1, -1)
+
+    def earlier_keys(self, params: HdpPackedSeqParams) -> EarlierKeys | None:
+        """What parts of the micro-batch keep of this layer for later ones."""
+        if params.earlier is None:
+            return None
+        return params.earlier[id(self)]  # MTP layers may be numbered anew
 
     def _without_fp8(self) -> AbstractContextManager[Any]:
         """Attention stays in BF16, as it was tried at the start, whatever the layer around it."""

@@ -231,6 +231,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
             params.layout,
             params.comm,
             self.core_attention.scale,
+            self.core_attention.earlier_keys(params),
         )
         return out.reshape(out.shape[0], 1, -1)
 

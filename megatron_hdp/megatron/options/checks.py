@@ -192,8 +192,6 @@ def _check_parts(args: TrainingArguments) -> None:
     refused = {
         "virtual stages": num_model_chunks(args) > 1,
         "--num-experts": args.num_experts is not None,
-        "--window-size": args.window_size is not None,
-        "--multi-latent-attention": args.multi_latent_attention,
         f"--hdp-strategy {args.hdp_strategy}": args.hdp_strategy not in _ON_PIPELINES,
     }
     found = [name for name, is_found in refused.items() if is_found]

@@ -160,9 +160,7 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
         job.shape, cost_model, value_bytes=job.value_bytes, tensor_ranks=job.tensor_ranks
     )
     executor.attention.decide_by(
-        lambda layout: ways.latent_is_faster(
-            [tokens * layout.degree for tokens in layout.ring_slices], layout.ring
-        )
+        lambda layout: ways.latent_is_faster(layout.ring_lengths, layout.ring)
     )
     return ways.latent  # where keys and values travel, that takes less
 

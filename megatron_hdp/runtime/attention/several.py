@@ -93,8 +93,11 @@ class AttentionByLatent(OneOfTwo):
             self._decision = decision
 
     def latent_travels(self, layout: TokenLayout) -> bool:
-        """Whether this micro-batch is for `latent_ring`; without a ring nothing travels."""
-        return layout.degree > 1 and self._decision(layout)
+        """Whether this micro-batch is for `latent_ring`; without a ring nothing travels.
+
+        Its parts are for the same one, which finds what it kept of earlier parts.
+        """
+        return layout.longest_in_ring > 0 and self._decision(layout)
 
 
 def with_float32_rings(

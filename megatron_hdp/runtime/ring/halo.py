@@ -14,6 +14,10 @@ up the ring by the members' head chunks and down again by their tail chunks::
 
 Gradients go the same way back, hop by hop, each member adding its own before it passes them on.
 
+**Parts.** The first chunk of a part follows the last one of the part before, on the same rank:
+member 0, which keeps the last ``w - 1`` tokens of a part for the next one, halo included. They are
+that chunk's halo, and move on from there like a chunk of that length. A part sends nothing else.
+
 **Order.** All members make the same hops, one after the other. In a hop ``j`` sends to ``j + 1``
 what its head chunk knows and to ``j - 1`` what its tail chunk knows, if there is such a member: at
 most one message each way between two ranks, all of a rank's posted together, so nothing waits in a
@@ -33,6 +37,8 @@ from megatron_hdp.runtime.host_to_device import to_device
 from megatron_hdp.runtime.kernels import Segments
 from megatron_hdp.runtime.ring.comm import RingComm, Transfer
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
+from megatron_hdp.runtime.ring.parts import LOCAL, RING, EarlierKeys, PartLayout, Stretch
+from megatron_hdp.runtime.ring.travelling import wide_type
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +70,10 @@ class Halo:
     own: Rows
     """Where this rank's own tokens are among the keys."""
     hops: tuple[_Hop, ...]
+    before: tuple[tuple[Stretch, slice], ...] = ()
+    """What earlier parts keep here for this one, and its rows among the keys."""
+    kept: tuple[tuple[Stretch, slice], ...] = ()
+    """Likewise, what is kept here for the next part."""
 
     @classmethod
     def of(cls, layout: TokenLayout, window: int) -> Halo:
@@ -75,38 +85,50 @@ class Halo:
         return found
 
     def with_halo(
-        self, k: torch.Tensor, v: torch.Tensor, comm: RingComm
+        self, k: torch.Tensor, v: torch.Tensor, comm: RingComm, earlier: EarlierKeys | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[t, kv_heads, d]`` with those before them, as `k_segments` says."""
-        if not self.hops:
+        if not self.hops and not self.before and not self.kept:
             return k, v
         kv = k.new_empty((sum(self.k_segments.lengths), 2, *k.shape[1:]))
         kv[self.own] = torch.stack((k, v), dim=1)
+        for stretch, rows in self.before:
+            (kv[rows],) = _of_parts(earlier).of(stretch)
         for hop in self.hops:
             transfer = _trade(comm, kv, hop.sent, hop.to, hop.of)
             if hop.copied is not None:
                 known, new = hop.copied
                 kv[new] = kv[known]
             kv[hop.received] = transfer.wait()
+        for stretch, rows in self.kept:
+            _of_parts(earlier).put(stretch, kv[rows])
         keys, values = kv.unbind(1)
         return keys, values
 
     def home(
-        self, dk: torch.Tensor, dv: torch.Tensor, comm: RingComm
+        self, dk: torch.Tensor, dv: torch.Tensor, comm: RingComm, earlier: EarlierKeys | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of this rank's own keys and values, from those of `with_halo`'s."""
-        if not self.hops:
+        if not self.hops and not self.before and not self.kept:
             return dk, dv
-        wide = torch.promote_types(dk.dtype, torch.float32)
-        dkv = torch.stack((dk, dv), dim=1).to(wide)
+        dkv = torch.stack((dk, dv), dim=1).to(wide_type(dk))
+        for stretch, rows in self.kept:
+            dkv[rows] += _of_parts(earlier).take(stretch)[0]
         for hop in self.hops[::-1]:
             transfer = _trade(comm, dkv, hop.received, hop.of, hop.to)
             if hop.copied is not None:
                 known, new = hop.copied
                 dkv[known] += dkv[new]
             dkv[hop.sent] += transfer.wait()
+        for stretch, rows in self.before:
+            _of_parts(earlier).add(stretch, dkv[rows])
         dk, dv = dkv[self.own].to(dk.dtype).unbind(1)
         return dk, dv
+
+
+def _of_parts(earlier: EarlierKeys | None) -> EarlierKeys:
+    assert earlier is not None, "a part sees keys of others"
+    return earlier
 
 
 def _trade(
@@ -130,29 +152,73 @@ class _Builder:
     """Counts the rows of every hop."""
 
     def __init__(self, layout: TokenLayout, window: int) -> None:
-        self._layout, self._before = layout, window - 1
-        degree = layout.degree
-        self._lanes = chunks_of(layout.index, degree)
+        self._layout, self._reach = layout, window - 1
+        self._lanes = chunks_of(layout.index, layout.degree)
+        self._last = 2 * layout.degree - 1
+        self._of_parts = self._reaching_into_parts()
+        num_rings = len(layout.ring_slices)
+        # of each ring sequence, of each local one: tokens before it in other parts, within reach
+        in_ring, alone = (
+            [self._of_parts.get(kind, 0), *[0] * number][:number]
+            for kind, number in ((RING, num_rings), (LOCAL, len(layout.local_lengths)))
+        )
+        self._earlier = in_ring
+        reaches = [
+            min(self._reach, earlier + place * chunk)
+            for chunk, earlier in zip(layout.half_slices, in_ring, strict=True)
+            for place in self._lanes
+        ]
         chunks = [half for half in layout.half_slices for _ in self._lanes]
-        places = [place for _ in layout.half_slices for place in self._lanes]
-        reach = [min(self._before, place * n) for place, n in zip(places, chunks, strict=True)]
         self._tokens = (*chunks, *layout.local_lengths)
-        reaches = [*reach, *[0] * len(layout.local_lengths)]
-        self._lengths = tuple(map(sum, zip(self._tokens, reaches, strict=True)))
+        self._lengths = tuple(map(sum, zip(self._tokens, [*reaches, *alone], strict=True)))
         self._ends = list(accumulate(self._lengths))
-        self._last = 2 * degree - 1
+
+    def _reaching_into_parts(self) -> dict[str, int]:
+        """Tokens that earlier parts have of what continues, as far as the window reaches."""
+        if not isinstance(self._layout, PartLayout):
+            return {}
+        return {
+            kind: min(self._reach, stretch.stop * (self._layout.degree if kind == RING else 1))
+            for kind, stretch in self._layout.earlier.items()
+        }
 
     def build(self) -> Halo:
         layout = self._layout
         shortest = min(layout.half_slices, default=0)
-        num_hops = min(-(-self._before // shortest), self._last) if shortest else 0
+        farthest = self._last + any(self._earlier)
+        num_hops = min(-(-self._reach // shortest), farthest) if shortest else 0
         own = [(end - n, end) for end, n in zip(self._ends, self._tokens, strict=True)]
         return Halo(
             Segments.of(self._tokens, layout.device),
             Segments.of(self._lengths, layout.device),
             _rows(own, layout.device),
             tuple(self._hop(number) for number in range(1, num_hops + 1)),
+            *self._between_parts(),
         )
+
+    def _between_parts(self) -> tuple[tuple[tuple[Stretch, slice], ...], ...]:
+        """`Halo.before` and `Halo.kept`: of a ring on member 0, whose chunks are first and last."""
+        layout = self._layout
+        if not isinstance(layout, PartLayout):
+            return (), ()
+        num_chunks = 2 * len(layout.ring_slices)
+        before, kept = [], []
+        for kind, first, last in (
+            (RING, 0, num_chunks - 1),
+            (LOCAL, num_chunks, len(self._tokens) - 1 - bool(layout.padding)),
+        ):
+            if kind == RING and layout.index > 0:
+                continue
+            tokens = self._of_parts.get(kind, 0)
+            if tokens:
+                begin = self._ends[first] - self._lengths[first]
+                before.append((layout.earlier[kind].last(tokens), slice(begin, begin + tokens)))
+            if kind in layout.kept and self._reach:
+                stretch, end = layout.kept[kind], self._ends[last]
+                so_far = stretch.stop * (layout.degree if kind == RING else 1)
+                tokens = min(self._reach, so_far)
+                kept.append((stretch.last(tokens), slice(end - tokens, end)))
+        return tuple(before), tuple(kept)
 
     def _hop(self, number: int) -> _Hop:
         ring, index, device = self._layout.ring, self._layout.index, self._layout.device
@@ -184,11 +250,14 @@ class _Builder:
 
     def _pieces(self, lane: int, distance: int, hop: int) -> list[tuple[int, int]]:
         """Rows of what comes `distance` chunks before this one, as far as `hop` moves them."""
-        pieces, place = [], self._lanes[lane]
-        if place - distance < 0 or place - distance + hop > self._last:
-            return []  # there is no such chunk, or none that it goes to
-        for end, chunk in zip(self._ends[lane::2], self._layout.half_slices, strict=False):
-            length = max(0, min(chunk, self._before - (hop - 1) * chunk))
+        pieces, place = [], self._lanes[lane] - distance
+        if place + hop > self._last:
+            return []  # there is no chunk that it goes to
+        for end, chunk, earlier in zip(
+            self._ends[lane::2], self._layout.half_slices, self._earlier, strict=False
+        ):
+            there = chunk if place >= 0 else earlier if place == -1 else 0
+            length = max(0, min(there, self._reach - (hop - 1) * chunk))
             stop = end - distance * chunk
             if length:
                 pieces.append((stop - length, stop))

@@ -14,17 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from megatron_hdp.runtime.kernels import AttentionKernel, Block, Forward
+from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.ring.dense import DenseAttention, Keys
 from megatron_hdp.runtime.ring.layout import TokenLayout
-from megatron_hdp.runtime.ring.travelling import (
-    Found,
-    accumulator,
-    block_at,
-    gradients_of_travelling,
-    merge,
-    travelling_kv,
-)
+from megatron_hdp.runtime.ring.parts import EarlierKeys
 
 
 class LatentRing:
@@ -46,6 +40,7 @@ class LatentRing:
         layout: TokenLayout,
         comm: RingComm,
         scale: float,
+        earlier: EarlierKeys | None = None,
     ) -> torch.Tensor:
         """Attends, together with the other members of the layout's ring.
 
@@ -57,6 +52,7 @@ class LatentRing:
             layout: what the tokens are; equal ring slices on every member.
             comm: the HDP communicator; not used when the layout has no ring.
             scale: softmax scale.
+            earlier: of a `PartLayout` the layer's latents of other parts.
 
         Returns:
             ``[t, heads, v]``, differentiable in the four tensors.
@@ -66,7 +62,8 @@ class LatentRing:
         """
         if q.shape[0] != layout.num_tokens:
             raise ValueError(f"{q.shape[0]} tokens were given, the layout has {layout.num_tokens}")
-        return _LatentRing.apply(q, latent, rotated, weight, layout, comm, self.kernel, scale)
+        how = layout, comm, self.kernel, scale, earlier
+        return _LatentRing.apply(q, latent, rotated, weight, *how)
 
 
 class _LatentRing(torch.autograd.Function):
@@ -81,62 +78,24 @@ class _LatentRing(torch.autograd.Function):
         comm: RingComm,
         kernel: AttentionKernel,
         scale: float,
+        earlier: EarlierKeys | None,
     ) -> torch.Tensor:
-        ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
-        own = Block(segments, segments, causal=True)
         projection = _Projection(weight, q, rotated)
-        if layout.ring_slices:
-            blocks = travelling_kv(latent[ring], rotated[ring], layout, comm)
-            next(blocks)  # our own latents leave while we attend to their keys
-        k, v = projection.keys_and_values(latent, rotated)
-        out, lse = kernel.forward(q, k, v, own, scale)
-        del k, v
-        if layout.ring_slices:
-            total, total_lse = accumulator(out[ring]), lse[ring].clone()
-            for step, (latents, turned) in blocks:
-                rows, kv_rows, block = block_at(layout, step)
-                k, v = projection.keys_and_values(latents[kv_rows], turned[kv_rows])
-                block_out, block_lse = kernel.forward(q[ring][rows], k, v, block, scale)
-                merge(total, total_lse, rows, block_out, block_lse)
-            out[ring], lse[ring] = total, total_lse
+        dense = DenseAttention(layout, comm, kernel, scale, projection, earlier=earlier)
+        out, lse = dense.forward(q, (latent, rotated))
         ctx.save_for_backward(q, latent, rotated, weight, out, lse)
-        ctx.layout, ctx.comm, ctx.kernel, ctx.scale = layout, comm, kernel, scale
+        ctx.how = layout, comm, kernel, scale, earlier
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, latent, rotated, weight, out, lse = ctx.saved_tensors
-        layout, comm, kernel, scale = ctx.layout, ctx.comm, ctx.kernel, ctx.scale
-        ring, segments = slice(0, layout.ring_tokens), layout.causal_segments
-        own = Block(segments, segments, causal=True)
         projection = _Projection(weight, q, rotated, learns=ctx.needs_input_grad[3])
-        if layout.ring_slices:
-            blocks = travelling_kv(latent[ring], rotated[ring], layout, comm)
-            next(blocks)
-        k, v = projection.keys_and_values(latent, rotated)
-        dq, dk, dv = kernel.backward(dout, Forward(q, k, v, out, lse), own, scale)
-        dlatent, drotated = projection.gradients(dk, dv, latent)
-        del k, v, dk, dv
-        if layout.ring_slices:
-            dq_total = accumulator(dq[ring])
-            mine = latent[ring], rotated[ring]
-
-            def found_in(step: int, latents: torch.Tensor, turned: torch.Tensor) -> Found:
-                rows, kv_rows, block = block_at(layout, step)
-                seen = latents[kv_rows]
-                k, v = projection.keys_and_values(seen, turned[kv_rows])
-                dout_s, q_s, out_s, lse_s = (x[ring][rows] for x in (dout, q, out, lse))
-                whole = Forward(q_s, k, v, out_s, lse_s)
-                dq_block, dk, dv = kernel.backward(dout_s, whole, block, scale)
-                dq_total[rows] += dq_block
-                return kv_rows, *projection.gradients(dk, dv, seen)
-
-            totals = gradients_of_travelling(blocks, *mine, layout, comm, found_in)
-            dq[ring] = dq_total
-            for own, total in zip((dlatent, drotated), totals, strict=True):
-                own[ring] += total
+        layout, comm, kernel, scale, earlier = ctx.how
+        dense = DenseAttention(layout, comm, kernel, scale, projection, earlier=earlier)
+        dq, dlatent, drotated = dense.backward(dout, q, (latent, rotated), out, lse)
         gradients = dq, dlatent.to(latent.dtype), drotated.to(rotated.dtype), projection.dweight
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 class _Projection:
@@ -156,6 +115,10 @@ class _Projection:
         self._num_plain = q.shape[2] - rotated.shape[1]  # d
         self._wide = torch.promote_types(weight.dtype, torch.float32)
         self.dweight = torch.zeros_like(weight, dtype=self._wide) if learns else None
+
+    def value_dim(self, keys: Keys) -> int:
+        """Size of a value's head."""
+        return int(self._weight.shape[0] // self._heads - self._num_plain)
 
     def keys_and_values(
         self, latent: torch.Tensor, rotated: torch.Tensor

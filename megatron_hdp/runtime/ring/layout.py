@@ -107,9 +107,14 @@ class TokenLayout:
         return Segments.of(tuple(n * self.degree for n in self.ring_slices), self.device)
 
     @property
+    def ring_lengths(self) -> tuple[int, ...]:
+        """Tokens of each of the ring's sequences, over all its members."""
+        return tuple(tokens * self.degree for tokens in self.ring_slices)
+
+    @property
     def longest_in_ring(self) -> int:
-        """Tokens of the ring's longest sequence, over all its members; 0 where there is no ring."""
-        return max(self.ring_slices, default=0) * self.degree
+        """Tokens of the longest of them; 0 where there is no ring."""
+        return max(self.ring_lengths, default=0)
 
     @property
     def longest(self) -> int:

@@ -1,42 +1,40 @@
-"""Attention of a micro-batch that runs in parts: a part's queries also see keys of earlier parts.
+"""Parts of a micro-batch: where each one's tokens lie, and what of them later parts see.
 
 A part is a packed layout of its own. Of a sequence that began in an earlier part, keys and values
-stay on the rank that made them (`EarlierKeys`); those of a ring's sequence go around the ring once
-more for each part that sees them. Backward runs from the last part to the first: what a part finds
-for the keys of earlier ones is added up where they stay, until the backward of their own part takes
-it.
+stay on the rank that made them (`EarlierKeys`). Backward runs from the last part to the first: what
+a part finds for the keys of earlier ones is added up where they stay, until the backward of their
+own part takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from megatron_hdp.runtime.kernels import AttentionKernel, Block, Forward, Segments
-from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.kernels import Block, Segments
 from megatron_hdp.runtime.ring.layout import TokenLayout
-from megatron_hdp.runtime.ring.travelling import (
-    Found,
-    Passing,
-    accumulator,
-    gradients_of_travelling,
-    merge,
-    travelling_kv,
-)
+from megatron_hdp.runtime.ring.travelling import wide_type
 
 RING, LOCAL = "ring", "local"
-_ALL = slice(None)
 
 
-class Held(NamedTuple):
-    """Tokens of a sequence that an earlier part holds on this rank."""
+class Stretch(NamedTuple):
+    """Some of what this rank keeps of a sequence for later parts."""
 
-    part: int
-    num_tokens: int
+    key: tuple[str | int, ...]
+    """`RING` or `LOCAL` and the part in which the sequence begins."""
+    first: int
+    stop: int
+    total: int
+    """Tokens of the sequence that are kept here when all of its parts but the last have run."""
+
+    def last(self, num_tokens: int) -> Stretch:
+        """That many tokens up to its end, as what is kept in their place."""
+        return Stretch((*self.key, self.stop), 0, num_tokens, num_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +45,26 @@ class PartLayout(TokenLayout):
     earlier parts hold, and the last ones, which later parts continue.
     """
 
-    part: int = field(kw_only=True)
-    earlier: dict[str, tuple[Held, ...]] = field(kw_only=True)
-    """Of `RING` and `LOCAL`: in which parts the first one began, in order; empty: in this one."""
+    earlier: dict[str, Stretch] = field(kw_only=True)
+    """Of `RING` and `LOCAL`, where the first one began in another part: what those hold of it."""
+    kept: dict[str, Stretch] = field(kw_only=True)
+    """Likewise, where later parts continue the last one: where its tokens go."""
     padding: int = field(kw_only=True)
     """Tokens at the end that belong to no sequence."""
-    is_seen_later: dict[str, bool] = field(kw_only=True)
-    """Of `RING` and `LOCAL`: whether a later part continues the last one."""
+    whole_slices: tuple[int, ...] = field(kw_only=True)
+    """Tokens on each member of the micro-batch's ring sequences, over all parts."""
+    whole_longest: int = field(kw_only=True)
+    """`longest` over all parts."""
+
+    @property
+    def ring_lengths(self) -> tuple[int, ...]:
+        """Tokens of the micro-batch's ring sequences, over all members and parts."""
+        return tuple(tokens * len(self.ring) for tokens in self.whole_slices)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest whole sequence on this rank alone, over all parts."""
+        return self.whole_longest
 
     def first_rows(self, kind: str) -> slice:
         """Rows of the first ring slice, or of the first whole sequence."""
@@ -68,61 +79,121 @@ class PartLayout(TokenLayout):
         end = self.num_tokens - self.padding
         return slice(end - self.local_lengths[-2 if self.padding else -1], end)
 
-    @cached_property
-    def earlier_blocks(self) -> dict[str, Block]:
-        """All queries of what continues against all keys that earlier parts hold of it here."""
-        found = {}
-        for kind, held in self.earlier.items():
-            if held:
-                rows = self.first_rows(kind)
-                queries = Segments.of((rows.stop - rows.start,), self.device)
-                keys = Segments.of((sum(one.num_tokens for one in held),), self.device)
-                found[kind] = Block(queries, keys, causal=False)
+    def block_of(self, group: Group) -> Block:
+        """All queries of what continues against these keys of earlier parts."""
+        kind, num_keys = str(group.stretch.key[0]), group.stretch.stop - group.stretch.first
+        found = self._blocks.get((kind, num_keys))
+        if found is None:
+            rows = self.first_rows(kind)
+            queries = Segments.of((rows.stop - rows.start,), self.device)
+            keys = Segments.of((num_keys,), self.device)
+            found = self._blocks[kind, num_keys] = Block(queries, keys, causal=False)
         return found
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[str, int], Block]:
+        return {}
+
+    @cached_property
+    def by_kind(self) -> tuple[PartLayout, PartLayout]:
+        """The ring's slices by themselves, and the whole sequences by themselves."""
+        earlier, kept = (
+            [{kind: of[kind] for kind in (one,) if kind in of} for one in (RING, LOCAL)]
+            for of in (self.earlier, self.kept)
+        )
+        return (
+            replace(self, local_lengths=(), padding=0, earlier=earlier[0], kept=kept[0]),
+            replace(self, ring_slices=(), earlier=earlier[1], kept=kept[1]),
+        )
+
+
+class Group(NamedTuple):
+    """Neighbouring keys of earlier parts, on the device."""
+
+    stretch: Stretch
+    keys: tuple[torch.Tensor, ...]
+    """Keys and values, or a latent and the rotated part of keys, ``[tokens, ...]``."""
+
+
+@dataclass
+class _Kept:
+    """What is kept of a sequence."""
+
+    keys: tuple[torch.Tensor, ...]
+    num_tokens: int = 0
+    """Filled."""
+    gradients: tuple[torch.Tensor, ...] = ()
+    found_for: int = -1
+    """Tokens for which the part that ran backward last has found gradients."""
 
 
 class EarlierKeys:
-    """Keys and values of one layer that later parts of a micro-batch see, and their gradients."""
+    """Keys and values of one layer that later parts of a micro-batch see, and their gradients.
+
+    Those of a sequence lie one behind another, in tensors that the first of its parts makes.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._gradients: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of: dict[tuple[str | int, ...], _Kept] = {}
 
-    def keep(self, layout: PartLayout, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps what later parts see of this one; where it is computed again, that is kept."""
-        for kind, is_seen in layout.is_seen_later.items():
-            if is_seen and (kind, layout.part) not in self._kept:
-                rows = layout.last_rows(kind)
-                self._kept[kind, layout.part] = _own(k[rows]), _own(v[rows])
+    def keep(self, layout: PartLayout, *keys: torch.Tensor) -> None:
+        """Keeps what later parts see of this one."""
+        for kind, stretch in layout.kept.items():
+            rows = layout.last_rows(kind)
+            self.put(stretch, *(one[rows] for one in keys))
 
-    def of(self, layout: PartLayout, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that earlier parts hold here, in their order."""
-        kept = [self._kept[kind, one.part] for one in layout.earlier[kind]]
-        keys, values = (torch.cat(tensors) for tensors in zip(*kept, strict=True))
-        return keys, values
+    def put(self, stretch: Stretch, *keys: torch.Tensor) -> None:
+        """Keeps a copy of a stretch; it stays as it is where it is computed again."""
+        kept = self._of.get(stretch.key)
+        if kept is None:
+            rooms = (one.new_empty(stretch.total, *one.shape[1:]) for one in keys)
+            kept = self._of[stretch.key] = _Kept(tuple(rooms))
+        if stretch.stop > kept.num_tokens:
+            kept.num_tokens = stretch.stop
+            for room, one in zip(kept.keys, keys, strict=True):
+                room[stretch.first : stretch.stop] = one.detach()
 
-    def add(self, layout: PartLayout, kind: str, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def groups(self, layout: PartLayout, kind: str) -> Iterator[Group]:
+        """What earlier parts hold here of what continues, in order, a group at a time."""
+        stretch = layout.earlier.get(kind)
+        if stretch is not None:
+            yield Group(stretch, self.of(stretch))
+
+    def of(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
+        """What is kept of a stretch."""
+        return tuple(one[stretch.first : stretch.stop] for one in self._of[stretch.key].keys)
+
+    def add(self, stretch: Stretch, *gradients: torch.Tensor) -> None:
         """Adds to the gradients of what `of` has returned."""
-        sizes = [one.num_tokens for one in layout.earlier[kind]]
-        for one, *new in zip(layout.earlier[kind], dk.split(sizes), dv.split(sizes), strict=True):
-            known = self._gradients.get((kind, one.part))
-            if known is None:
-                new = [accumulator(gradient) for gradient in new]
-                self._gradients[kind, one.part] = new[0], new[1]
-                continue
-            for total, gradient in zip(known, new, strict=True):
-                total += gradient
+        kept = self._of[stretch.key]
+        if not kept.gradients:
+            kept.gradients = tuple(torch.zeros_like(one, dtype=wide_type(one)) for one in kept.keys)
+        kept.found_for = stretch.stop
+        for total, gradient in zip(kept.gradients, gradients, strict=True):
+            total[stretch.first : stretch.stop] += gradient
 
-    def take(self, layout: PartLayout, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Adds what later parts found for the keys and values of this one; lets go of them."""
-        for kind, is_seen in layout.is_seen_later.items():
-            if is_seen:
-                rows = layout.last_rows(kind)
-                for gradient, found in zip(
-                    (dk, dv), self._gradients.pop((kind, layout.part)), strict=True
-                ):
-                    gradient[rows] += found
-                del self._kept[kind, layout.part]
+    def take(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
+        """What later parts have found for a stretch, which nobody needs again.
+
+        Raises:
+            RuntimeError: the part behind has not run backward just before.
+        """
+        kept = self._of[stretch.key]
+        if kept.found_for != stretch.stop:
+            raise RuntimeError(
+                "parts run backward in another order than from the last to the first: expected "
+                f"gradients of {stretch.stop} tokens of a sequence, found {kept.found_for}"
+            )
+        if stretch.first == 0:
+            del self._of[stretch.key]
+        return tuple(one[stretch.first : stretch.stop] for one in kept.gradients)
+
+    def add_found(self, layout: PartLayout, *gradients: torch.Tensor) -> None:
+        """Adds, in place, what later parts found for the keys of this one."""
+        for kind, stretch in layout.kept.items():
+            rows = layout.last_rows(kind)
+            for gradient, found in zip(gradients, self.take(stretch), strict=True):
+                gradient[rows] += found
 
 
 def part_layouts(
@@ -140,19 +211,32 @@ def part_layouts(
         parts: of each its ring slices and its whole sequences, whether the first of either
             continues what the part before ends with, and its padding.
     """
-    began: dict[str, list[Held]] = {RING: [], LOCAL: []}
-    earlier: list[dict[str, tuple[Held, ...]]] = []
+    sequences: dict[str, list[list[tuple[int, int]]]] = {RING: [], LOCAL: []}
     for number, (slices, lengths, continues_ring, continues_local, padding) in enumerate(parts):
-        found = {}
         for kind, sizes, continues in (
             (RING, slices, continues_ring),
             (LOCAL, lengths[: len(lengths) - bool(padding)], continues_local),
         ):
-            found[kind] = tuple(began[kind]) if continues else ()
-            if sizes:
-                before = began[kind] if continues and len(sizes) == 1 else []
-                began[kind] = [*before, Held(number, sizes[-1])]
-        earlier.append(found)
+            for place, size in enumerate(sizes):
+                if place > 0 or not continues:
+                    sequences[kind].append([])
+                sequences[kind][-1].append((number, size))
+    earlier: list[dict[str, Stretch]] = [{} for _ in parts]
+    kept: list[dict[str, Stretch]] = [{} for _ in parts]
+    for kind, found in sequences.items():
+        for pieces in found:
+            key, first = (kind, pieces[0][0]), 0
+            total = sum(size for _, size in pieces[:-1])
+            for number, size in pieces:
+                if first > 0:
+                    earlier[number][kind] = Stretch(key, 0, first, total)
+                if first < total:
+                    kept[number][kind] = Stretch(key, first, first + size, total)
+                first += size
+    whole = {
+        kind: tuple(sum(size for _, size in pieces) for pieces in found)
+        for kind, found in sequences.items()
+    }
     return [
         PartLayout(
             ring=ring,
@@ -160,79 +244,11 @@ def part_layouts(
             ring_slices=slices,
             local_lengths=lengths,
             device=device,
-            part=number,
             earlier=earlier[number],
+            kept=kept[number],
             padding=padding,
-            is_seen_later={
-                kind: any(number == held.part for one in earlier for held in one[kind])
-                for kind in (RING, LOCAL)
-            },
+            whole_slices=whole[RING],
+            whole_longest=max(whole[LOCAL], default=0),
         )
         for number, (slices, lengths, _, _, padding) in enumerate(parts)
     ]
-
-
-def attend_to_earlier(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    layout: PartLayout,
-    keys: EarlierKeys,
-    comm: RingComm,
-    kernel: AttentionKernel,
-    scale: float,
-) -> None:
-    """Merges, in place, what the part's queries find among the keys of earlier parts."""
-    for kind, block in layout.earlier_blocks.items():
-        rows = layout.first_rows(kind)
-        total, total_lse = accumulator(out[rows]), lse[rows].clone()
-        for _, (k, v) in _passing(layout, keys, kind, comm):
-            merge(total, total_lse, _ALL, *kernel.forward(q[rows], k, v, block, scale))
-        out[rows], lse[rows] = total, total_lse
-
-
-def gradients_of_earlier(
-    dout: torch.Tensor,
-    of: Forward,
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    layout: PartLayout,
-    keys: EarlierKeys,
-    comm: RingComm,
-    kernel: AttentionKernel,
-    scale: float,
-) -> None:
-    """Adds what comes through keys of earlier parts, and by later queries, to dq, dk and dv."""
-    dq, dk, dv = gradients
-    for kind, block in layout.earlier_blocks.items():
-        rows = layout.first_rows(kind)
-        dq_total = accumulator(dq[rows])
-
-        def backward(
-            _: int, k: torch.Tensor, v: torch.Tensor, rows: slice = rows, block: Block = block
-        ) -> Found:
-            here = Forward(of.q[rows], k, v, of.out[rows], of.lse[rows])
-            dq_block, dk_block, dv_block = kernel.backward(dout[rows], here, block, scale)
-            dq_total.add_(dq_block)  # noqa: B023, called before the next one
-            return _ALL, dk_block, dv_block
-
-        blocks = _passing(layout, keys, kind, comm)
-        step, (k, v) = next(blocks)
-        _, dk_block, dv_block = backward(step, k, v)
-        keys.add(layout, kind, dk_block, dv_block)
-        if kind == RING:
-            travelled = gradients_of_travelling(blocks, k, v, layout, comm, backward)
-            keys.add(layout, kind, *travelled)
-        dq[rows] = dq_total
-    keys.take(layout, dk, dv)
-
-
-def _passing(layout: PartLayout, keys: EarlierKeys, kind: str, comm: RingComm) -> Passing:
-    """What earlier parts hold: ours first, and of a ring's sequence that of the others behind."""
-    k, v = keys.of(layout, kind)
-    return travelling_kv(k, v, layout, comm) if kind == RING else iter([(0, (k, v))])
-
-
-def _own(x: torch.Tensor) -> torch.Tensor:
-    """The same values, in memory that holds nothing else."""
-    x = x.detach()
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()

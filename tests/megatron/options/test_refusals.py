@@ -99,8 +99,6 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
             for more, found in (
                 (f"{VPP} 2", "virtual stages"),
                 ("--num-experts 4", "--num-experts"),
-                (f"{WINDOW}", "--window-size"),
-                (f"{MLA}", MLA),
                 ("--hdp-strategy naive", "--hdp-strategy naive"),
             )
         ),

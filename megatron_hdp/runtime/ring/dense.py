@@ -1,0 +1,385 @@
+"""Attention to all keys before a query: a rank's own block, its ring's, those of earlier parts.
+
+Keys and values travel around the ring while queries stay (head-tail slices give every member the
+same causal area); those of earlier parts travel in the same message. Backward sends them around
+once more, and their gradient follows one hop behind, so that it ends at its owner after ``D - 1``
+hops: three times ``(D - 1) / D`` of their bytes in all (ByteScale, sections 5.1 and 7).
+
+Of a part whose queries take fewer bytes, keys stay and queries travel: the output found for them
+follows one hop behind, in backward their gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from megatron_hdp.planner.cost_model import query_ratio_of
+from megatron_hdp.planner.parts import queries_travel
+from megatron_hdp.runtime.kernels import AttentionKernel, Block, Forward
+from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
+from megatron_hdp.runtime.ring.parts import LOCAL, RING, EarlierKeys, Group, PartLayout
+from megatron_hdp.runtime.ring.travelling import (
+    ALL,
+    Adding,
+    Field,
+    Finding,
+    Passing,
+    Tensors,
+    accumulator,
+    add_at,
+    block_at,
+    found_by_others,
+    merge,
+    travelling,
+    wide_type,
+)
+
+Keys: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, or what they are made of, ``[t, ...]`` each."""
+
+
+class Source(Protocol):
+    """How keys and values are made of what travels."""
+
+    def value_dim(self, keys: Keys) -> int:
+        """Size of a value's head."""
+        ...
+
+    def keys_and_values(
+        self, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[t, kv_heads, ...]`` each."""
+        ...
+
+    def gradients(
+        self, dk: torch.Tensor, dv: torch.Tensor, first: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of what `keys_and_values` took; `first` is the first of that."""
+        ...
+
+
+class PlainKeys:
+    """Keys and values themselves."""
+
+    def value_dim(self, keys: Keys) -> int:
+        """See `Source`."""
+        return int(keys[1].shape[-1])
+
+    def keys_and_values(
+        self, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Source`."""
+        return first, second
+
+    def gradients(
+        self, dk: torch.Tensor, dv: torch.Tensor, first: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Source`."""
+        return dk, dv
+
+
+class _Met(NamedTuple):
+    """Keys that all queries of a ring meet: of the part itself, or of earlier ones."""
+
+    keys: Keys
+    group: Group | None
+    """None: of the part itself."""
+
+
+class _Queries(NamedTuple):
+    """Queries, and what backward needs beside."""
+
+    q: torch.Tensor
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def at(self, rows: Rows) -> _Queries:
+        """Some of them."""
+        return _Queries(*(one[rows] for one in self))
+
+
+@dataclass(frozen=True)
+class DenseAttention:
+    """Attention of one call, forward or backward, together with the other members of its ring."""
+
+    layout: TokenLayout
+    comm: RingComm
+    kernel: AttentionKernel
+    scale: float
+    source: Source
+    window: int | None = None
+    """Of the local sequences; it reaches over each of the ring's. None in a `PartLayout`."""
+    earlier: EarlierKeys | None = None
+    """Of a `PartLayout`."""
+
+    def forward(self, q: torch.Tensor, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output ``[t, heads, d]`` and log-sum-exp ``[t, heads]``."""
+        if self.earlier is not None:
+            self.earlier.keep(self._part, *keys)
+        ring = slice(0, self.layout.ring_tokens)
+        queries, they_travel = q[ring], self._queries_travel(q, keys)
+        total: tuple[torch.Tensor, torch.Tensor] | None = None
+        for mets in self._passes(keys):
+            blocks = self._sent([queries] if they_travel else _keys_of(mets))
+            if total is None:
+                out, lse = self._output(q, keys, self._own)
+                total = accumulator(out[ring]), lse[ring].clone()
+            for met in mets:
+                if met.group is not None:
+                    self._merge(total, queries, met, 0)
+            if they_travel:
+                merge(*total, ALL, *self._output_of_others(blocks, mets, total))
+                continue
+            for step, tensors in blocks:
+                for met in _with_keys(mets, tensors):
+                    self._merge(total, queries, met, step)
+        assert total is not None, "without a ring there is a pass, too"
+        out[ring], lse[ring] = total
+        for group in self._groups(LOCAL):
+            rows, block = self._part.first_rows(LOCAL), self._part.block_of(group)
+            total = accumulator(out[rows]), lse[rows].clone()
+            merge(*total, ALL, *self._output(q[rows], group.keys, block))
+            out[rows], lse[rows] = total
+        return out, lse
+
+    def backward(
+        self, dout: torch.Tensor, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the queries and of `keys`.
+
+        Args:
+            dout: gradient of the output.
+            q: as in `forward`, and so are `keys`.
+            keys: likewise.
+            out: the output, with the sink if there is one.
+            lse: likewise.
+        """
+        ring = slice(0, self.layout.ring_tokens)
+        all_queries, they_travel = _Queries(q, dout, out, lse), self._queries_travel(q, keys)
+        queries, dq_ring = all_queries.at(ring), None
+        for mets in self._passes(keys):
+            blocks = self._sent(_for_backward(queries) if they_travel else _keys_of(mets))
+            if dq_ring is None:
+                dq, *dkeys = self._gradients(all_queries, keys, self._own)
+                if self.earlier is not None:
+                    self.earlier.add_found(self._part, *dkeys)
+                dq_ring = accumulator(dq[ring])
+                # many additions want a wide sum, one does not
+                own = [accumulator(one[ring]) if they_travel else one[ring] for one in dkeys]
+            for met in mets:
+                if met.group is not None:
+                    rows, _, block = self._where(met, 0)
+                    found = self._gradients(queries.at(rows), met.keys, block)
+                    add_at(dq_ring, rows, found[0])
+                    self._add(own, met, ALL, found[1:])
+            if they_travel:
+                dq_ring += self._gradient_by_others(blocks, mets, own, dq_ring)
+            elif mets:
+                by_others = self._gradients_by_others(blocks, mets, queries, dq_ring)
+                for met in _with_keys(mets, by_others):
+                    self._add(own, met, ALL, met.keys)
+        assert dq_ring is not None, "without a ring there is a pass, too"
+        dq[ring] = dq_ring
+        if they_travel:
+            for gradient, total in zip(dkeys, own, strict=True):
+                gradient[ring] = total
+        for group in self._groups(LOCAL):
+            rows, block = self._part.first_rows(LOCAL), self._part.block_of(group)
+            found = self._gradients(all_queries.at(rows), group.keys, block)
+            dq_local = accumulator(dq[rows])
+            dq_local += found[0]
+            dq[rows] = dq_local
+            self._add([], _Met(group.keys, group), ALL, found[1:])
+        return dq, dkeys[0], dkeys[1]
+
+    @cached_property
+    def _own(self) -> Block:
+        segments = self.layout.causal_segments
+        return Block(segments, segments, causal=True, window=self.window)
+
+    @property
+    def _part(self) -> PartLayout:
+        assert isinstance(self.layout, PartLayout), "earlier keys are those of parts"
+        return self.layout
+
+    def _queries_travel(self, q: torch.Tensor, keys: Keys) -> bool:
+        """Whether queries go around the ring; all its members agree."""
+        layout = self.layout
+        if not isinstance(layout, PartLayout) or not layout.ring_slices:
+            return False
+        per_token = sum(one[0].numel() for one in keys)
+        size, dim = q[0].numel(), self.source.value_dim(keys)
+        ratio = query_ratio_of(per_token, size, q.shape[1] * dim, q.shape[1], q.element_size())
+        earlier = layout.earlier.get(RING)
+        return queries_travel(layout.ring_tokens, earlier.stop if earlier else 0, ratio)
+
+    def _groups(self, kind: str) -> Iterator[Group]:
+        return iter(()) if self.earlier is None else self.earlier.groups(self._part, kind)
+
+    def _passes(self, keys: Keys) -> Iterator[list[_Met]]:
+        """What queries meet in each pass around the ring; a single one without a ring."""
+        if not self.layout.ring_slices:
+            yield []
+            return
+        ring, groups = slice(0, self.layout.ring_tokens), self._groups(RING)
+        own, first = _Met((keys[0][ring], keys[1][ring]), None), next(groups, None)
+        yield [own] if first is None else [own, _Met(first.keys, first)]
+        for group in groups:
+            yield [_Met(group.keys, group)]
+
+    def _sent(self, tensors: Tensors) -> Passing:
+        """What comes from the others; our own leave meanwhile."""
+        if not self.layout.ring_slices:
+            return iter(())
+        blocks = travelling(tensors, self.layout, self.comm)
+        next(blocks)
+        return blocks
+
+    def _where(self, met: _Met, step: int, of_others: bool = False) -> tuple[Rows, Rows, Block]:
+        """Rows of queries, rows of the keys that they see, and their block.
+
+        Args:
+            met: keys; those of earlier parts are seen by all queries of one sequence.
+            step: whose keys are here: those of the ring member so many places before.
+            of_others: those of that member are the queries instead.
+        """
+        if met.group is not None:
+            return self._part.first_rows(RING), ALL, self._part.block_of(met.group)
+        here = self.layout.index
+        there = (here - step) % self.layout.degree
+        return block_at(self.layout, *((there, here) if of_others else (here, there)))
+
+    def _output(
+        self, q: torch.Tensor, keys: Keys, block: Block
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self.source.keys_and_values(*keys)
+        return self.kernel.forward(q, k, v, block, self.scale)
+
+    def _merge(self, total: Tensors, q: torch.Tensor, met: _Met, step: int) -> None:
+        rows, kv_rows, block = self._where(met, step)
+        out, lse = total
+        merge(out, lse, rows, *self._output(q[rows], _at(met.keys, kv_rows), block))
+
+    def _output_of_others(self, blocks: Passing, mets: list[_Met], like: Tensors) -> Tensors:
+        """What our queries find at all others, as output and log-sum-exp."""
+
+        def find(step: int, tensors: list[torch.Tensor]) -> Adding:
+            found = []
+            for met in mets:
+                rows, kv_rows, block = self._where(met, step, of_others=True)
+                keys = _at(met.keys, kv_rows)
+                found.append((rows, *self._output(tensors[0][rows], keys, block)))
+
+            def add(totals: list[torch.Tensor]) -> None:
+                for rows, out, lse in found:
+                    merge(totals[0], totals[1], rows, out, lse)
+
+            return add
+
+        return self._by_others(blocks, like, find, begin=(0.0, -math.inf))
+
+    def _gradients(
+        self, of: _Queries, keys: Keys, block: Block
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        k, v = self.source.keys_and_values(*keys)
+        whole = Forward(of.q, k, v, of.out, of.lse)
+        dq, dk, dv = self.kernel.backward(of.dout, whole, block, self.scale)
+        return dq, *self.source.gradients(dk, dv, keys[0])
+
+    def _add(self, own: list[torch.Tensor], met: _Met, rows: Rows, found: Tensors) -> None:
+        """Adds gradients of keys that are here."""
+        if met.group is not None:
+            assert self.earlier is not None, "they are of earlier parts"
+            self.earlier.add(met.group.stretch, *found)
+            return
+        for total, gradient in zip(own, found, strict=True):
+            add_at(total, rows, gradient)
+
+    def _gradients_by_others(
+        self, blocks: Passing, mets: list[_Met], queries: _Queries, dq: torch.Tensor
+    ) -> Tensors:
+        """What all others find for our keys; what ours find at theirs is added to `dq`."""
+
+        def find(step: int, tensors: list[torch.Tensor]) -> Adding:
+            found = []
+            for met in _with_keys(mets, tensors):
+                rows, kv_rows, block = self._where(met, step)
+                dq_block, *dkeys = self._gradients(queries.at(rows), _at(met.keys, kv_rows), block)
+                add_at(dq, rows, dq_block)
+                found += [(kv_rows, one) for one in dkeys]
+
+            def add(totals: list[torch.Tensor]) -> None:
+                for total, (rows, gradient) in zip(totals, found, strict=True):
+                    add_at(total, rows, gradient)
+
+            return add
+
+        return self._by_others(blocks, _keys_of(mets), find)
+
+    def _gradient_by_others(
+        self, blocks: Passing, mets: list[_Met], own: list[torch.Tensor], dq: torch.Tensor
+    ) -> torch.Tensor:
+        """What our queries find at all others; what theirs find for our keys is added to those."""
+
+        def find(step: int, tensors: list[torch.Tensor]) -> Adding:
+            there, found = _from_backward(tensors), []
+            for met in mets:
+                rows, kv_rows, block = self._where(met, step, of_others=True)
+                dq_block, *dkeys = self._gradients(there.at(rows), _at(met.keys, kv_rows), block)
+                self._add(own, met, kv_rows, dkeys)
+                found.append((rows, dq_block))
+
+            def add(totals: list[torch.Tensor]) -> None:
+                for rows, gradient in found:
+                    add_at(totals[0], rows, gradient)
+
+            return add
+
+        return self._by_others(blocks, [dq], find)[0]
+
+    def _by_others(
+        self, blocks: Passing, like: Tensors, find: Finding, begin: Sequence[float] = ()
+    ) -> list[torch.Tensor]:
+        fields = [Field(one.shape, wide_type(one)) for one in like]
+        return found_by_others(blocks, fields, self.layout, self.comm, find, like[0], begin)
+
+
+def _for_backward(queries: _Queries) -> Tensors:
+    """What goes around in backward: log-sum-exp, row sums, queries, gradient of the output.
+
+    Backward of a block reads of the output only its products with its gradient, row by row. The
+    share of the output that lies along its gradient has the same ones: a number a head.
+    """
+    dout = accumulator(queries.dout)
+    most = dout.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(dout.dtype).tiny)
+    dout /= most  # its squares are neither too small nor too large
+    along = (dout * queries.out).sum(-1) / dout.square().sum(-1).clamp(min=1)
+    return [queries.lse, along / most[..., 0], queries.q, queries.dout]
+
+
+def _from_backward(tensors: Tensors) -> _Queries:
+    """The same, with an output that has these row sums."""
+    lse, along, q, dout = tensors
+    return _Queries(q, dout, (dout * along[..., None]).to(dout.dtype), lse)
+
+
+def _keys_of(mets: list[_Met]) -> list[torch.Tensor]:
+    return [one for met in mets for one in met.keys]
+
+
+def _with_keys(mets: list[_Met], tensors: Tensors) -> Iterator[_Met]:
+    """The same with other keys: a member's that pass by, or their gradients."""
+    for met, first, second in zip(mets, tensors[::2], tensors[1::2], strict=True):
+        yield met._replace(keys=(first, second))
+
+
+def _at(keys: Keys, rows: Rows) -> Keys:
+    return keys[0][rows], keys[1][rows]
