@@ -71,6 +71,28 @@ def slots(
     ]
 
 
+def padding_parts(
+    plan: Plan, slots: Sequence[Int64Array], *, lockstep_ranks: int = 1
+) -> list[Int64Array]:
+    """How many parts of padding each rank runs behind its own in each slot.
+
+    Ranks in lockstep meet in every part: each runs as many as the one of them that has most.
+    """
+    parts = [parts_of(plan, one) for one in slots]
+    found: list[Int64Array] = []
+    for begin in range(0, len(parts), lockstep_ranks):
+        together = np.stack(parts[begin : begin + lockstep_ranks])
+        found += list(together.max(axis=0) - together)
+    return found
+
+
+def parts_of(plan: Plan, slots: Int64Array) -> Int64Array:
+    """In how many parts each slot's micro-batch runs; padding in one."""
+    of_each = np.append(plan.parts_of_each, 1)
+    assert PADDING == -1, "it stands last"
+    return of_each[slots]
+
+
 def _placed(micro_batches: Int64Array, positions: Int64Array) -> Int64Array:
     """A rank's list with padding in front of what stands at a later position."""
     found = np.full(int(positions.max(initial=-1)) + 1, PADDING, dtype=np.int64)

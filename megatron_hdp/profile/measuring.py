@@ -20,6 +20,7 @@ from megatron_hdp.planner.slices import chunks_of
 from megatron_hdp.profile.cases import ATTENTION, COMPUTE, EXPERTS, RING, TRANSFER, Case
 from megatron_hdp.runtime.attention import RunShapes
 from megatron_hdp.runtime.gathering import gathered
+from megatron_hdp.runtime.loss import RoutedCounts
 from megatron_hdp.runtime.offload import select_copy_engine
 from megatron_hdp.runtime.ring import TokenLayout
 
@@ -177,6 +178,7 @@ class Bench:
             sequence_index=torch.zeros(case.num_tokens, dtype=torch.int64, device=self._device),
             comm=self._executor.comm,
             attention=self._executor.attention,
+            routed=RoutedCounts(1, 0),
         )
 
     @property

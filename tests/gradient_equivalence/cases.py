@@ -29,6 +29,7 @@ from tests.gradient_equivalence.parted import parted, streams
 from tests.gradient_equivalence.settings import (
     ALONE,
     BLOCK,
+    EXPERT_MODELS,
     GQA,
     LONG,
     MHA,
@@ -40,7 +41,6 @@ from tests.gradient_equivalence.settings import (
     RECOMPUTE,
     SELECTIVE,
     SHARDED,
-    SHARED_EXPERTS,
     SHORT,
     SINK,
     TIED,
@@ -253,29 +253,6 @@ def _uneven_stages() -> dict[str, Case]:
 
 
 TENSOR = TP2_SP | {"expert_tensor_parallel_size": 1}
-SIGMOID = {
-    "num_experts": 8,
-    "moe_router_topk": 4,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_enable_expert_bias": True,
-}
-GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-DENSE_FIRST = {"num_layers": 3, "moe_layer_freq": "[0]+[1]*2"}
-GPT_OSS = {
-    "add_bias_linear": True,
-    "swiglu": False,
-    "quick_geglu": True,
-    "activation_func_clamp_value": 0.4,
-    "glu_linear_offset": 1.0,
-}
-EXPERT_MODELS = {
-    "deepseek": GROUPS | SHARED_EXPERTS | DENSE_FIRST,
-    "glm": SIGMOID | SHARED_EXPERTS | DENSE_FIRST,
-    "qwen2-moe": SHARED_EXPERTS | {"moe_shared_expert_gate": True},
-    "gpt-oss": GPT_OSS,
-    "alternating": {"num_layers": 5, "moe_layer_freq": "2"},
-}
 UNEVEN = PP2 | {"decoder_first_pipeline_num_layers": 1}
 
 

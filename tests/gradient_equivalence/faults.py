@@ -22,7 +22,6 @@ from megatron_hdp.runtime.ring.latent import _Projection
 from tests.gradient_equivalence.case import ACROSS, PP2, TP2_SP, Case, mixed, never_had_chat
 from tests.gradient_equivalence.cases import (
     CASES,
-    EXPERT_MODELS,
     FUSED,
     FUSED_LENGTHS,
     PADDED_TP2,
@@ -31,7 +30,15 @@ from tests.gradient_equivalence.cases import (
     YARN,
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
-from tests.gradient_equivalence.settings import ALONE, MTP, SHORT, TIED, layers, virtual
+from tests.gradient_equivalence.settings import (
+    ALONE,
+    EXPERT_MODELS,
+    MTP,
+    SHORT,
+    TIED,
+    layers,
+    virtual,
+)
 from tests.gradient_equivalence.taken_over import taken_over
 from tests.support.fake_deep_ep import Buffer
 from tests.support.gradients import EXPERTS
@@ -265,7 +272,7 @@ FAULTS: dict[str, Fault] = {
         _EXPERTS, f"{MODEL}.router.HdpRouter._seen_here", seen_with_padding
     ),
     "ring-not-summed": _planted(
-        _EXPERTS, "megatron_hdp.runtime.loss.balance._sum_over_holders", nothing
+        _EXPERTS, "megatron_hdp.runtime.loss.balance._sum_over_ring", nothing
     ),
     "no-router-loss": _planted(_EXPERTS, f"{MODEL}.router.HdpRouter._is_learning", nothing),
     "experts-doubled": _planted(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.gradient_equivalence.case import (
+    ACROSS,
     LENGTHS,
     PP2,
     TP2,
@@ -13,6 +14,7 @@ from tests.gradient_equivalence.case import (
 )
 from tests.gradient_equivalence.settings import (
     BLOCK,
+    EXPERT_MODELS,
     IN_PARTS,
     LONG,
     MHA,
@@ -29,6 +31,7 @@ from tests.gradient_equivalence.settings import (
     layers,
     recomputing,
 )
+from tests.support.gradients import EXPERTS
 from tests.support.mla import MLA
 
 KEYS, QUERIES = (
@@ -59,6 +62,18 @@ def parted() -> dict[str, Case]:
         "kv-keys": (6, joined(MLA, PP2, KV), KEYS),
         "latent-queries": (6, joined(MLA, PP2, LATENT), QUERIES),
         "latent-keys": (8, joined(MLA, PP2, LATENT, TP2_SP, RECOMPUTE), KEYS),
+    }
+    stages = PP2 | layers(4) | {"moe_layer_freq": "[0]+[1]*3"}
+    dense_last = layers(4) | {"moe_layer_freq": "[1,0]*2"}
+    four = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    rows |= {
+        f"experts-{name}": (ranks, joined(EXPERTS, *settings))
+        for name, (ranks, *settings) in {
+            "rings": (6, PP2),
+            "across": (4, EXPERT_MODELS["deepseek"], stages, ACROSS, SHARDED),
+            "across-recompute": (8, EXPERT_MODELS["qwen2-moe"], dense_last, PP2, ACROSS, RECOMPUTE),
+            "tensor": (8, EXPERT_MODELS["glm"], stages, TP2_SP, four, SHARDED),
+        }.items()
     }
     cases = {
         f"parts/{name}": Case(

@@ -24,6 +24,29 @@ MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
 PARTS = "pipeline_model_parallel_layout"
 IN_PARTS = {"hdp_sequence_parts": 5}
 SHARED_EXPERTS = {"moe_shared_expert_intermediate_size": 20}
+SIGMOID = {
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+}
+GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+DENSE_FIRST = {"num_layers": 3, "moe_layer_freq": "[0]+[1]*2"}
+GPT_OSS = {
+    "add_bias_linear": True,
+    "swiglu": False,
+    "quick_geglu": True,
+    "activation_func_clamp_value": 0.4,
+    "glu_linear_offset": 1.0,
+}
+EXPERT_MODELS = {
+    "deepseek": GROUPS | SHARED_EXPERTS | DENSE_FIRST,
+    "glm": SIGMOID | SHARED_EXPERTS | DENSE_FIRST,
+    "qwen2-moe": SHARED_EXPERTS | {"moe_shared_expert_gate": True},
+    "gpt-oss": GPT_OSS,
+    "alternating": {"num_layers": 5, "moe_layer_freq": "2"},
+}
 
 
 def layers(number: int) -> Settings:

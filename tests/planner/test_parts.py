@@ -9,9 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_hdp.data.presets import preset_lengths
-from megatron_hdp.planner import CostModel, evaluate, plan
+from megatron_hdp.planner import CostModel, Plan, evaluate, plan
+from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.extension import _core
-from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.lockstep import PADDING, padding_parts, slots
 from megatron_hdp.planner.parts import cut_in_parts, linear_tokens, part_sizes
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import (
@@ -274,6 +275,37 @@ def test_parts_make_a_step_shorter_or_the_plan_stays_as_it_is(strategy):
         assert 1 < parts.parts_of_each.max() <= 16
         gains.append(found[0].makespan_s / found[1].makespan_s)
     assert min(gains) > 1.03, gains
+
+
+def test_ranks_that_share_experts_run_as_many_parts_as_the_fullest_of_them():
+    """A rank's padding behind its parts, and a domain's position in as many as it waits for."""
+    lengths = np.array([60, 30, 20, 9])  # on ranks 0, 1 of a domain, then 0 and 2 of the other
+    ranks = [0, 1, 0, 2]
+    none = np.zeros(0, dtype=np.int64)
+    made = Plan(
+        num_ranks=4,
+        tokens_per_rank=64,
+        strategy="naive",
+        lengths=lengths,
+        rank_offsets=np.arange(5),
+        ranks=np.array(ranks, dtype=np.int32),
+        sequence_offsets=np.arange(5),
+        sequences=np.arange(4),
+        local_offsets=np.zeros(5, dtype=np.int64),
+        local_sequences=none,
+        local_ranks=none.astype(np.int32),
+        offload_ratios=np.zeros(4),
+        num_parts=[4, 1, 1, 3],
+    )
+    lists = slots(made, aligned=True, lockstep_ranks=2)
+    found = padding_parts(made, lists, lockstep_ranks=2)
+    assert [one.tolist() for one in found] == [[0, 0], [3, 0], [0], [2]]
+    costs = replace(COSTS, g=0.0)
+    parts_s, whole_s = (
+        figures_in_lockstep(one, costs, 2, Pipeline(4)).makespan_s
+        for one in (made, replace(made, num_parts=None))
+    )
+    assert parts_s < whole_s
 
 
 @pytest.mark.parametrize(

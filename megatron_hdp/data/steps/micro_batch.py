@@ -85,6 +85,11 @@ class RankMicroBatch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(Part(*one) for one in self.parts))
 
+    @property
+    def num_on_ring(self) -> int:
+        """Of its sequences, the first ones, that are sharded over the ring."""
+        return len(self.ring_slices) - sum(part.continues_ring for part in self.parts)
+
     def in_parts(self) -> list["RankMicroBatch"]:
         """Return each part as a micro-batch that runs whole; itself if it does."""
         if not self.parts:
@@ -179,8 +184,6 @@ def read_micro_batch(
 ) -> RankMicroBatch:
     """Read a rank's part of the micro-batch of a slot, and no other token."""
     fewest = FEWEST_TOKENS * reader.token_multiple
-    if share.indices[slot] == PADDING:
-        return padding_micro_batch(share.hdp_rank, fewest, reader.num_further)
     begin, end = int(share.offsets[slot]), int(share.offsets[slot + 1])
     parts = _parts_of(share, slot)
     for part in parts:
@@ -232,7 +235,7 @@ def read_micro_batch(
         is_stream=bool(share.streams[slot]),
         sequence_ids=tuple(share.ids[begin:end].tolist()),
         sources=tuple(share.sources[begin:end].tolist()),
-        index=int(share.indices[slot]),
+        index=None if share.indices[slot] == PADDING else int(share.indices[slot]),
         corrupt_ids=tuple(corrupt),
         offload_ratio=float(share.offload_ratios[slot]),
         further_labels=further_labels.ravel(),
@@ -330,7 +333,7 @@ def _parts_of(share: RankShare, slot: int) -> list[_Part]:
             lengths.append(chunk_tokens(stop - first, 1, multiple))
             runs.append(_Run(border + i, first, lengths[-1]))
         parts.append(_Part(runs, slices, lengths, _continues(of_ring), _continues(of_rank)))
-    return parts
+    return parts + [_Part([], [], [], False, False) for _ in range(share.padding_parts[slot])]
 
 
 def _continues(pieces: list[Piece]) -> bool:

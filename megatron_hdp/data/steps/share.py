@@ -16,7 +16,14 @@ from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.data.mixture import Step
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import attention_s, block_s
-from megatron_hdp.planner.lockstep import PADDING, begin_together, end_together, slots
+from megatron_hdp.planner.lockstep import (
+    PADDING,
+    begin_together,
+    end_together,
+    padding_parts,
+    parts_of,
+    slots,
+)
 
 _COLUMNS = ("sources", "rows", "starts", "lengths", "num_labels", "num_loss_tokens")
 
@@ -42,6 +49,8 @@ class RankShare:
     """Of each slot's micro-batch in the plan; `PADDING` for padding."""
     num_parts: Int64Array
     """In how many parts each slot runs."""
+    padding_parts: Int64Array
+    """Parts of padding behind them, see `planner.lockstep.padding_parts`."""
     streams: Int64Array
     """1 where they are those of a stream, else 0."""
     offload_ratios: Float64Array
@@ -106,6 +115,7 @@ class StepShares:
         )
         self._end_together = end_together(plan, self._slots, lockstep_ranks=lockstep_ranks)
         self._begin_together = begin_together(plan, self._slots)
+        self._padding_parts = padding_parts(plan, self._slots, lockstep_ranks=lockstep_ranks)
         members = np.append(plan.ranks, [PADDING])  # a padding slot's ring is its rank alone
         self._members = members.astype(np.int64)
         owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.local_offsets))
@@ -145,7 +155,8 @@ class StepShares:
         columns = {name: getattr(self._step, name)[ids] for name in _COLUMNS}
         num_sharded = np.where(sizes > 1, num_sequences, 0)
         ratios = np.where(is_padding, 0.0, plan.offload_ratios[m])
-        num_parts = np.where(is_padding, 1, plan.parts_of_each[m])
+        num_parts = parts_of(plan, indices)
+        of_padding = np.concatenate([self._padding_parts[rank] for rank in ranks])
         streams = np.where(is_padding, 0, plan.is_stream[m].astype(np.int64))
 
         slot_offsets, of_rings, of_ids = _offsets(counts), _offsets(sizes), _offsets(totals)
@@ -162,6 +173,7 @@ class StepShares:
                     linear_tokens=plan.linear_tokens,
                     indices=indices[here],
                     num_parts=num_parts[here],
+                    padding_parts=of_padding[here],
                     streams=streams[here],
                     offload_ratios=ratios[here],
                     ring_offsets=of_rings[begin : end + 1] - of_rings[begin],

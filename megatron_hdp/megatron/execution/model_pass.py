@@ -20,7 +20,7 @@ from megatron_hdp.megatron.finite import norm
 from megatron_hdp.megatron.model import FurtherTokens, HdpPackedSeqParams
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.attention import AttentionBackend
-from megatron_hdp.runtime.loss import LossSums, token_sum_loss
+from megatron_hdp.runtime.loss import LossSums, RoutedCounts, token_sum_loss
 from megatron_hdp.runtime.offload import ActivationOffload, MicroBatchStash
 from megatron_hdp.runtime.ring import EarlierKeys, RingComm, TokenLayout
 
@@ -93,6 +93,7 @@ class ModelPass:
         layout: TokenLayout,
         model: torch.nn.Module,
         keys: Mapping[int, EarlierKeys] | None = None,
+        routed: RoutedCounts | None = None,
     ) -> tuple[Any, Any]:
         """What the model makes of it, and what makes a loss of that, as Megatron's schedule asks.
 
@@ -103,6 +104,7 @@ class ModelPass:
             layout: of these tokens.
             model: a chunk of it.
             keys: where the tokens are a part: of each layer what other parts see or have seen.
+            routed: where they are a part: what routers counted of the micro-batch, in this chunk.
         """
         sums = LossSums(tensors["sources"], step.source_losses)
         params = HdpPackedSeqParams(
@@ -113,6 +115,7 @@ class ModelPass:
             comm=self.comm,
             attention=self.attention,
             loss_sums=sums,
+            routed=routed_of(micro_batch) if routed is None else routed,
             is_whole_loss=step.learns,
             earlier=keys,
         )
@@ -173,6 +176,11 @@ class ModelPass:
             step.mtp_losses += torch.stack(further.losses)
         step.losses.append(of_labels)
         return loss, loss_mask.sum().to(torch.int), {}
+
+
+def routed_of(micro_batch: RankMicroBatch) -> RoutedCounts:
+    """Where the routers of a model chunk count a micro-batch's tokens."""
+    return RoutedCounts(len(micro_batch.sequence_ids), micro_batch.num_on_ring)
 
 
 def arrays_of(micro_batch: RankMicroBatch) -> Arrays:

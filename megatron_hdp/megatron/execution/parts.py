@@ -20,7 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
-from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress
+from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, routed_of
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.ring import EarlierKeys, TokenLayout, part_layouts
 from megatron_hdp.runtime.streamed_comm import StreamedComm
@@ -112,6 +112,7 @@ class _Run:
         self._has_earlier = len(micro_batch.parts) > 1
         self.num_tokens = torch.zeros((), dtype=torch.int, device=compute_device())
         self._keys: defaultdict[int, EarlierKeys] = defaultdict(EarlierKeys)
+        self._routed = routed_of(micro_batch)
 
     @property
     def _stages(self) -> StreamedComm:
@@ -163,6 +164,7 @@ class _Run:
         output, loss_of = self._how.model_pass(
             *(step, part.micro_batch, part.tensors, part.layout, self._model),
             keys=self._keys if self._has_earlier else None,
+            routed=self._routed,
         )
         if not self._how.model_pass.place.is_last_stage:
             return output, self.num_tokens

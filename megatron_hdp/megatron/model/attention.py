@@ -56,12 +56,12 @@ class HdpPackedSeqParams(PackedSeqParams):
     positions: torch.Tensor = field(kw_only=True)
     """int64 ``[t]``: each token's position in its own sequence."""
     sequence_index: torch.Tensor = field(kw_only=True)
-    """int64 ``[t]``: place among the layout's segments of each token's sequence, -1 for padding."""
+    """int64 ``[t]``: place among the micro-batch's sequences of each token's, -1 for padding."""
     comm: RingComm = field(kw_only=True)
     attention: AttentionBackend = field(kw_only=True)
     loss_sums: LossSums | None = field(kw_only=True, default=None)
     """Where the fused loss adds up the tokens' losses by source."""
-    routed: RoutedCounts = field(kw_only=True, default_factory=RoutedCounts)
+    routed: RoutedCounts = field(kw_only=True)
     """What the routers of experts counted."""
     is_whole_loss: bool = field(kw_only=True, default=False)
     """Whether backward follows once, from the fused loss as it is, with a gradient of 1."""

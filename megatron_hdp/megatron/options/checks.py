@@ -191,7 +191,6 @@ def _check_parts(args: TrainingArguments) -> None:
         )
     refused = {
         "virtual stages": num_model_chunks(args) > 1,
-        "--num-experts": args.num_experts is not None,
         f"--hdp-strategy {args.hdp_strategy}": args.hdp_strategy not in _ON_PIPELINES,
     }
     found = [name for name, is_found in refused.items() if is_found]

@@ -8,7 +8,8 @@ Written apart from the C++ planner, as is ``planner.evaluation``. At position i 
 since tokens go to their experts in every layer and come back before the next: all E ranks enter the
 exchange together, and each computes its share whoever owns the tokens (experts are taken to get
 equally many; of ranks of several speeds the slowest decides). A ring over several domains ties
-their positions: they start together and take the time of the slowest.
+their positions: they start together and take the time of the slowest. In parts a position runs
+in as many as the micro-batch of it that has most.
 
 So what runs are positions of domains. They are replayed as the micro-batches of a plan whose ranks
 are the domains; with stages each domain is a pipeline, and each stage takes its share of T.
@@ -202,13 +203,14 @@ class _Domains(NamedTuple):
             num += len(numbers)
         places, domains = np.nonzero(found >= 0)
         numbers = found[places, domains]
-        duration_s = np.zeros(num)
+        duration_s, parts = np.zeros(num), np.ones(num, dtype=np.int64)
         np.maximum.at(duration_s, numbers, position_s[places, domains])
         positions = np.zeros(num, dtype=np.int64)
         positions[numbers] = places
         of_micro_batch = np.zeros(plan.num_micro_batches, dtype=np.int64)
         ranks, at = np.nonzero(lists >= 0)
         of_micro_batch[lists[ranks, at]] = found[at, ranks // size]
+        np.maximum.at(parts, of_micro_batch, plan.parts_of_each)
         none = np.zeros(0, dtype=np.int64)
         of_domains = Plan(
             num_ranks=len(counts),
@@ -224,6 +226,7 @@ class _Domains(NamedTuple):
             local_ranks=none.astype(np.int32),
             offload_ratios=np.zeros(num),
             positions=positions,
+            num_parts=None if plan.num_parts is None else parts,
         )
         return cls(of_domains, duration_s, positions, of_micro_batch)
 

@@ -5,12 +5,15 @@ batch's loss tokens, so a coefficient weighs a mean over tokens.
 
 What the holders of a sequence count is summed around their ring. Only gradients need the sums, so
 all layers of a stage are summed at once, when backward comes to the first of them: ``D - 1``
-messages between neighbours a micro-batch, instead of as many a layer. Fewer messages still, to
-members at distances 1, 2, 4 .., would open connections that rings do not have otherwise.
+messages between neighbours a micro-batch, instead of as many a layer. Then all of its parts have
+been counted, too. Fewer messages still, to members at distances 1, 2, 4 .., would open connections
+that rings do not have otherwise.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +31,7 @@ class RouterTokens:
     """Whose the tokens are that a rank's router sees of one micro-batch."""
 
     sequence_index: torch.Tensor
-    """int64 ``[t]``: place among the layout's segments of each token's sequence, -1 for padding."""
+    """int64 ``[t]``: place among the micro-batch's sequences of each token's, -1 for padding."""
     layout: TokenLayout
     comm: RingComm
     tensor_group: dist.ProcessGroup | None = None
@@ -52,27 +55,47 @@ class RouterTokens:
 class RoutedCounts:
     """How many tokens of each sequence the routers of a stage sent to each expert.
 
-    One object a micro-batch. On all holders of a sequence its routers must count in one order.
+    One object a micro-batch, also where it runs in parts. On all holders of a sequence its routers
+    must count in one order.
+
+    Args:
+        num_sequences: of the micro-batch on this rank.
+        num_on_ring: the first ones of them, which are sharded over the ring.
     """
 
-    def __init__(self) -> None:
-        self._counts: dict[object, torch.Tensor] = {}
+    def __init__(self, num_sequences: int, num_on_ring: int) -> None:
+        self.num_sequences = max(1, num_sequences)  # there is a row to ask for, also of padding
+        self.num_on_ring = num_on_ring
+        self._counts: defaultdict[object, dict[TokenLayout, torch.Tensor]] = defaultdict(dict)
         self._sums: dict[object, torch.Tensor] | None = None
+        self._has_met = False
 
-    def note(self, router: object, counts: torch.Tensor) -> None:
-        """Notes a router's counts here, int32 ``[segments, E]``; recomputation notes them again."""
-        if self._sums is None:
-            self._counts[router] = counts
+    def note(self, tokens: RouterTokens, counts: torch.Tensor) -> None:
+        """Notes what a router counted of some tokens, int32 ``[sequences, E]``.
 
-    def of_all_holders(self, tokens: RouterTokens) -> torch.Tensor:
-        """What all holders counted with a router, ``[segments, E]``.
-
-        The first call exchanges the counts of all routers; all holders must make it together.
+        Recomputation notes it again.
         """
         if self._sums is None:
-            counts = torch.stack(list(self._counts.values()))
-            _sum_over_holders(counts, tokens)
+            self._counts[tokens.router][tokens.layout] = counts
+
+    def of_all_holders(self, tokens: RouterTokens) -> torch.Tensor:
+        """What all holders counted with a router, ``[sequences, E]``.
+
+        The first call exchanges the counts of all routers, when all parts have run forward; its
+        tensor-parallel ranks must make it together. So must a ring that of the first part which
+        holds tokens of it: behind it a rank may run padding, of which the others know nothing.
+        """
+        if self._sums is None:
+            of_parts = [list(one.values()) for one in self._counts.values()]
+            counts = torch.stack([functools.reduce(torch.add, one) for one in of_parts])
+            if tokens.tensor_group is not None:
+                dist.all_reduce(counts, group=tokens.tensor_group)
             self._sums = dict(zip(self._counts, counts, strict=True))
+        if tokens.layout.ring_slices and not self._has_met:
+            counts = torch.stack(list(self._sums.values()))
+            _sum_over_ring(counts[:, : self.num_on_ring], tokens)
+            self._sums = dict(zip(self._sums, counts, strict=True))
+            self._has_met = True
         return self._sums[tokens.router]
 
 
@@ -81,10 +104,10 @@ def count_routed(routing_map: torch.Tensor, tokens: RouterTokens) -> None:
 
     To be called in every forward of a layer, also in one without gradients that is recomputed.
     """
-    num_rows = len(tokens.layout.segments) + 1  # the last one of padding, whose index is -1
+    num_rows = tokens.counts.num_sequences + 1  # the last one of padding, whose index is -1
     counts = routing_map.new_zeros((num_rows, routing_map.shape[1]), dtype=torch.int32)
     counts.index_add_(0, tokens.sequence_index % num_rows, routing_map.int())
-    tokens.counts.note(tokens.router, counts[:-1])
+    tokens.counts.note(tokens, counts[:-1])
 
 
 def balancing_scores(logits: torch.Tensor, score_function: str) -> torch.Tensor:
@@ -165,13 +188,10 @@ def z_loss(logits: torch.Tensor, tokens: RouterTokens) -> torch.Tensor:
     return (logits.logsumexp(-1).square() * tokens.is_real).sum()
 
 
-def _sum_over_holders(counts: torch.Tensor, tokens: RouterTokens) -> None:
-    """Adds, in place, what the other holders of each sequence counted: ``[.., segments, E]``."""
-    if tokens.tensor_group is not None:
-        dist.all_reduce(counts, group=tokens.tensor_group)
+def _sum_over_ring(counts: torch.Tensor, tokens: RouterTokens) -> None:
+    """Adds, in place, what the other members of the ring counted: ``[.., sequences, E]``."""
     layout = tokens.layout
-    on_ring = counts[:, : len(layout.ring_slices)]
-    passing = on_ring.clone(memory_format=torch.contiguous_format)
+    passing = counts.clone(memory_format=torch.contiguous_format)
     for _ in range(layout.degree - 1):
         passing = tokens.comm.pass_on(passing, layout.ring, layout.index).wait()
-        on_ring += passing
+        counts += passing

@@ -98,7 +98,6 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
             (f"--hdp-sequence-parts 4 {PP} --num-layers 8 {more}", f"parts 4: found {found}")
             for more, found in (
                 (f"{VPP} 2", "virtual stages"),
-                ("--num-experts 4", "--num-experts"),
                 ("--hdp-strategy naive", "--hdp-strategy naive"),
             )
         ),

@@ -72,7 +72,7 @@ def ring_losses(ring, padding=-1, *fault):
             local_lengths=(whole,) if whole else (),
         ),
         RingComm(dist.group.WORLD),
-        counts=RoutedCounts(),
+        counts=RoutedCounts(3, 2),
         router="one",
     )
     scores, noted = logits.softmax(-1).requires_grad_(), []
@@ -122,7 +122,7 @@ def layers_on_a_ring(ring, num_layers, is_recomputed):
     """
     index = ring.index(dist.get_rank())
     layout = TokenLayout(ring=ring, index=index, ring_slices=(2,), local_lengths=())
-    comm, counts, losses, leaves = CountingComm(dist.group.WORLD), RoutedCounts(), [], []
+    comm, counts, losses, leaves = CountingComm(dist.group.WORLD), RoutedCounts(1, 1), [], []
     for passes in range(1 + is_recomputed):
         for layer in range(num_layers):
             tokens = RouterTokens(torch.zeros(2).long(), layout, comm, counts=counts, router=layer)
@@ -157,7 +157,7 @@ def nothing(*args):
 
 @pytest.mark.parametrize(
     "padding, fault",
-    [(0, ()), (-1, ("megatron_hdp.runtime.loss.balance._sum_over_holders", nothing))],
+    [(0, ()), (-1, ("megatron_hdp.runtime.loss.balance._sum_over_ring", nothing))],
     ids=["padding-counted", "ring-not-summed"],
 )
 def test_the_comparison_can_fail(run_ranks, padding, fault):
@@ -167,7 +167,9 @@ def test_the_comparison_can_fail(run_ranks, padding, fault):
 def test_padding_alone_is_no_loss():
     layout = TokenLayout(ring=(0,), index=0, ring_slices=(), local_lengths=(1,))
     nobody = RingComm(dist.GroupMember.NON_GROUP_MEMBER)
-    tokens = RouterTokens(torch.tensor([-1]), layout, nobody, counts=RoutedCounts(), router="one")
+    tokens = RouterTokens(
+        torch.tensor([-1]), layout, nobody, counts=RoutedCounts(0, 0), router="one"
+    )
     scores, noted = torch.full((1, EXPERTS), 1 / EXPERTS, requires_grad=True), []
     count_routed(torch.arange(EXPERTS)[None] < TOPK, tokens)
     sequence_balance_loss(scores, tokens, noted.append).backward()
@@ -180,7 +182,7 @@ def test_counts_are_exact_in_32_bits_and_wait_for_nothing():
     generator = torch.Generator().manual_seed(0)
     index = torch.arange(3).repeat_interleave(torch.tensor([40, 9, 15]))
     index[torch.rand(64, generator=generator) < 0.2] = -1  # rounding a sequence up pads inside
-    chosen, counts = torch.rand(64, EXPERTS, generator=generator) < 0.4, RoutedCounts()
+    chosen, counts = torch.rand(64, EXPERTS, generator=generator) < 0.4, RoutedCounts(3, 0)
     found = Counter()
     nobody = RingComm(dist.GroupMember.NON_GROUP_MEMBER)
     tokens = RouterTokens(index, layout, nobody, counts=counts, router="one")
