@@ -143,8 +143,12 @@ IN_PARTS = {"pipeline_model_parallel_size": 2, "hdp_sequence_parts": 4}
 
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [(3, {}), pytest.param(4, IN_PARTS, marks=pytest.mark.slow)],
-    ids=["rings", "parts"],
+    [
+        (3, {}),
+        pytest.param(4, IN_PARTS, marks=pytest.mark.slow),
+        pytest.param(3, {"mtp_num_layers": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["rings", "parts", "mtp"],
 )
 @pytest.mark.parametrize(
     ("plant", "value", "pattern", "line"),

@@ -102,7 +102,7 @@ class HdpMtpLayer(MultiTokenPredictionLayer):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        embedding: Callable[..., torch.Tensor],
+        embedding: torch.nn.Module,
         hidden_states: torch.Tensor,
         packed_seq_params: Any = None,
         **of_release: Any,
@@ -110,7 +110,8 @@ class HdpMtpLayer(MultiTokenPredictionLayer):
         """Megatron's, without rolling; from 0.18 on a padding mask comes and goes."""
         tokens = packed_seq_params.further.labels[self.layer_number - 1][None]
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-        embedded = embedding(input_ids=tokens, position_ids=position_ids)
+        # without its hooks, which take each call for another micro-batch (`note_gradient`)
+        embedded = embedding.forward(input_ids=tokens, position_ids=position_ids)
         return input_ids, position_ids, *of_release.values(), embedded, hidden_states
 
     def _checkpointed_forward(
