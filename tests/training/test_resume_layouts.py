@@ -35,6 +35,7 @@ LATENT = MLA | SMALL | SHARES | {"hdp_mla_ring": "latent"}
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
 STAGES, FOUR_STAGES = ({"pipeline_model_parallel_size": number} for number in (2, 4))
+IN_STAGES = STAGES | {"hdp_sequence_parts": 4}
 FIRST = STAGES | {"decoder_first_pipeline_num_layers": 1}
 CHUNKS = STAGES | {"num_virtual_stages_per_pipeline_rank": 2}
 CHUNKS_OF_ONE = STAGES | {"num_layers_per_virtual_pipeline_stage": 1}
@@ -78,6 +79,8 @@ CASES = {
     "to-one-rank": Case((4, SEQUENCE | STAGES), ALONE, SMALL),
     "to-one-rank-sharded": Case((4, SEQUENCE | STAGES), ALONE, SMALL | SHARES),
     "mtp-to-pp2": Case(ALONE, (2, STAGES), MTP | SMALL, quick=True),
+    "parts-to-one-rank": Case((4, IN_STAGES), ALONE, DEEP | SHARES),
+    "mtp-to-parts": Case(TWO, (4, IN_STAGES), DEEP | MTP),
     "latent-to-tp2-sp": Case(TWO, (4, SEQUENCE), LATENT),
     "latent-to-pp2": Case(TWO, (2, STAGES | {"hdp_mla_ring": "kv"}), LATENT),
     "latent-to-one-rank": Case(TWO, ALONE, LATENT),
