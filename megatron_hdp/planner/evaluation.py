@@ -29,7 +29,7 @@ from megatron_hdp.planner.bounds import (
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import counts_of, owners_of, pieces, span_of
-from megatron_hdp.planner.parts import part_sizes, traffic_tokens
+from megatron_hdp.planner.parts import shares_of_parts, sizes_of_parts
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_bounds import pipeline_bound_of, pipeline_target_s
 from megatron_hdp.planner.pipeline_evaluation import PipelineSchedule, pipeline_schedule
@@ -102,6 +102,9 @@ class Evaluation(Figures):
     """The part of it for the member's own local sequences."""
     exposed_s: Float64Array
     """Ring traffic of each micro-batch that attention does not hide on its fastest member."""
+    part_starts_s: tuple[Float64Array, Float64Array] | None = None
+    """Where micro-batches run in parts: starts of all parts, forward and backward, stage by stage;
+    one micro-batch's parts behind another's, each an equal part of its time."""
 
     @property
     def start_s(self) -> Float64Array:
@@ -149,6 +152,7 @@ def evaluate(
         local_s=local_s,
         exposed_s=exposed,
         makespan_s=schedule.makespan_s,
+        part_starts_s=schedule.part_starts_s,
         **totals.figures(),
     )
     for value in vars(evaluation).values():
@@ -328,32 +332,27 @@ def _go_in_parts(
     is_stream = plan.is_stream[run]
     in_parts = plan.parts_of_each[run] > 1
     for m in np.flatnonzero(in_parts & (is_stream | (work.num_members > 1))).tolist():
-        sharded = span_of(plan.sequence_offsets, slice(run.start + m, run.start + m + 1))
-        lengths = plan.lengths[plan.sequences[sharded]].tolist()
-        num_parts = int(plan.parts_of_each[run.start + m])
-        sizes = part_sizes(lengths, num_parts, math.inf if is_stream[m] else plan.linear_tokens)
-        squares, tokens = sum(size.squares for size in sizes), float(sum(lengths))
-        if not tokens:
+        sizes = sizes_of_parts(plan, run.start + m)
+        if not sum(size.tokens for size in sizes):
             continue  # all lies whole on its members
         first = int(work.first_members[m])
         members = slice(first, first + int(work.num_members[m]))
-        sent = [traffic_tokens(size, cost_model.query_ratio) / tokens for size in sizes]
+        sent, seen = shares_of_parts(sizes, cost_model)
         exposed[members] = 0
-        for size, share in zip(sizes, sent, strict=True):
+        for sent_share, seen_share in zip(sent, seen, strict=True):
             exposed[members] += exposed_s(
                 work.degrees[m],
-                work.transfer_s[m] * share,
+                work.transfer_s[m] * sent_share,
                 work.hop_s[m],
-                work.attention_s[members] * (size.squares / squares),
+                work.attention_s[members] * seen_share,
                 num_forwards=2 if is_stream[m] else 1,
             )
         ring_bytes[m] *= sum(sent) * (4 / 3 if is_stream[m] else 1)
         if is_stream[m] and plan.offload_ratios[run.start + m] > 0:
-            for size in sizes:
+            for size, seen_share in zip(sizes, seen, strict=True):
                 exposed[members] += _copied_s(
                     size.earlier / work.degrees[m],
-                    work.attention_s[members] * (size.squares / squares)
-                    + work.token_s[members] * size.tokens,
+                    work.attention_s[members] * seen_share + work.token_s[members] * size.tokens,
                     cost_model,
                 )
     return ring_bytes

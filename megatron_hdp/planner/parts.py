@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_hdp.planner.bounds import attention_s
 from megatron_hdp.planner.cost_model import CostModel
+from megatron_hdp.planner.flat_plan import FlatPlan
 
 _NEAR = 1 / 8 + 1e-9  # a cut exactly so near is decided alike, however its time is rounded
 """A cut that lies nearer to a border of sequences than this share of a part goes to the border."""
@@ -94,6 +95,22 @@ def traffic_tokens(size: PartSize, query_ratio: float) -> float:
     if queries_travel(size.tokens, size.earlier, query_ratio):
         return query_ratio * size.tokens
     return size.tokens + size.earlier
+
+
+def sizes_of_parts(plan: FlatPlan, m: int) -> list[PartSize]:
+    """What the parts of a micro-batch hold of the sequences that its ring shards."""
+    sharded = plan.sequences[plan.sequence_offsets[m] : plan.sequence_offsets[m + 1]]
+    linear_tokens = math.inf if plan.is_stream[m] else plan.linear_tokens
+    return part_sizes(plan.lengths[sharded].tolist(), int(plan.parts_of_each[m]), linear_tokens)
+
+
+def shares_of_parts(
+    sizes: Sequence[PartSize], cost_model: CostModel
+) -> tuple[list[float], list[float]]:
+    """What goes around a ring for each part, of what its keys are, and the part's attention."""
+    tokens, squares = sum(size.tokens for size in sizes), sum(size.squares for size in sizes)
+    sent = [traffic_tokens(size, cost_model.query_ratio) / tokens for size in sizes]
+    return sent, [size.squares / squares for size in sizes]
 
 
 def _cuts(lengths: Sequence[int], num_parts: int, linear_tokens: float) -> list[tuple[int, float]]:

@@ -27,6 +27,8 @@ class PipelineSchedule(NamedTuple):
     forward_start_s: Float64Array
     backward_start_s: Float64Array
     makespan_s: float
+    part_starts_s: tuple[Float64Array, Float64Array] | None = None
+    """Forwards and backwards by parts, ``[chunks x stages, parts]``; None: all run whole."""
 
 
 class RankLists(NamedTuple):
@@ -96,8 +98,12 @@ def _schedule_in_parts(
     shaped = starts.reshape(pipeline.rows, 2, num)
     makespan_s = float((starts + seconds).max()) if num else 0.0
     # backward begins with the last part
+    part_starts_s = shaped[:, 0].copy(), shaped[:, 1].copy()
     return PipelineSchedule(
-        shaped[:, 0, begins].copy(), shaped[:, 1, begins + parts - 1].copy(), makespan_s
+        part_starts_s[0][:, begins],
+        part_starts_s[1][:, begins + parts - 1],
+        makespan_s,
+        part_starts_s,
     )
 
 

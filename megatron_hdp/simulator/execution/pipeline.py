@@ -14,7 +14,11 @@ import numpy as np
 from megatron_hdp.arrays import Float64Array
 from megatron_hdp.planner import Plan, replay
 from megatron_hdp.planner.pipeline import Pipeline
-from megatron_hdp.planner.pipeline_evaluation import longest_paths, waits_of
+from megatron_hdp.planner.pipeline_evaluation import (
+    longest_paths,
+    waits_of,
+    waits_of_parts,
+)
 from megatron_hdp.simulator.execution.launches import Launches
 
 
@@ -26,6 +30,10 @@ class Schedule(NamedTuple):
 
     forward_start_s: Float64Array
     backward_start_s: Float64Array
+    forward_end_s: Float64Array
+    backward_end_s: Float64Array
+    part_starts_s: tuple[Float64Array, Float64Array] | None = None
+    """Where micro-batches run in parts: of all parts of micro-batches and padding."""
 
 
 class PassTimes(NamedTuple):
@@ -36,7 +44,7 @@ class PassTimes(NamedTuple):
     backward_s: Float64Array
     """Likewise."""
     message_s: Float64Array
-    """Of what one stage sends to the next, or back."""
+    """Of what one stage sends to the next, or back, at a time: in parts of one part."""
 
 
 def schedule(plan: Plan, launches: Launches, times: PassTimes, pipeline: Pipeline) -> Schedule:
@@ -50,18 +58,37 @@ def schedule(plan: Plan, launches: Launches, times: PassTimes, pipeline: Pipelin
         starts = np.zeros((1, launches.num))  # padding waits for nobody
         both_s = times.forward_s[0, :num] + times.backward_s[0, :num]
         starts[:, :num] = replay(plan, both_s).forward_start_s
-        return Schedule(starts, starts + times.forward_s)
-    lists = launches.grouped
-    forward, backward, message = (launches.longest(one) for one in times)
-    rows, num = forward.shape
+        forward_end_s = starts + times.forward_s
+        return Schedule(starts, forward_end_s, forward_end_s, forward_end_s + times.backward_s)
+    lists, group_of = launches.grouped, launches.group_of
+    passes = np.stack([launches.longest(one) for one in (times.forward_s, times.backward_s)], 1)
+    message, num = launches.longest(times.message_s), passes.shape[-1]
+    parts = np.ones(num, dtype=np.int64)
+    np.maximum.at(parts, group_of[: plan.num_micro_batches], plan.parts_of_each)
     waits = waits_of(lists, num, pipeline)
-    lag_s = np.where(waits.is_message, message[waits.then % num], 0.0)
-    seconds = np.stack([forward, backward], axis=1).ravel()
-    starts, finished = longest_paths(waits, seconds, lag_s)
+    if plan.num_parts is not None:
+        waits = waits_of_parts(lists, parts, pipeline)
+        passes, message = np.repeat(passes / parts, parts, axis=-1), np.repeat(message, parts)
+    lag_s = np.where(waits.is_message, message[waits.then % len(message)], 0.0)
+    starts, finished = longest_paths(waits, passes.ravel(), lag_s)
     if not finished.all():
         raise ValueError(
             f"{plan.strategy} cannot run on {pipeline.stages} pipeline stages: micro-batches wait "
             "for each other for ever; expected each at one position in the lists of its ranks"
         )
-    shaped = starts.reshape(rows, 2, num)[:, :, launches.group_of]
-    return Schedule(shaped[:, 0].copy(), shaped[:, 1].copy())
+    begin_s = starts.reshape(passes.shape)
+    ends, first = begin_s + passes, np.cumsum(parts) - parts
+    last = first + parts - 1  # backward begins with the last part
+    part_starts_s = None
+    if plan.num_parts is not None:
+        each = parts[group_of]
+        skipped = first[group_of] - (np.cumsum(each) - each)
+        these = np.arange(int(each.sum())) + np.repeat(skipped, each)
+        part_starts_s = begin_s[:, 0, these], begin_s[:, 1, these]
+    return Schedule(
+        forward_start_s=begin_s[:, 0, first[group_of]],
+        backward_start_s=begin_s[:, 1, last[group_of]],
+        forward_end_s=ends[:, 0, last[group_of]],
+        backward_end_s=ends[:, 1, first[group_of]],
+        part_starts_s=part_starts_s,
+    )

@@ -72,6 +72,9 @@ class StepExecution:
     """From its start to its last member's end, likewise."""
     backward_s: Float64Array
     """Likewise."""
+    part_starts_s: tuple[Float64Array, Float64Array] | None
+    """Where micro-batches run in parts: starts of all parts, forward and backward, ``[rows,
+    parts]``, one micro-batch's behind another's."""
     times: MicroBatchTimes
     """The plan's own micro-batches, before stages."""
     end_s: Float64Array
@@ -131,14 +134,14 @@ def execute(
         step: number of the step, for the noise.
 
     Raises:
-        ValueError: the plan cannot run: its ranks wait for each other for ever; or its
-            micro-batches run in parts, which is not simulated.
+        ValueError: the plan cannot run: its ranks wait for each other for ever; or it has streams,
+            which are not simulated.
     """
-    if plan.num_parts is not None:
+    if plan.is_stream.any():
         raise ValueError(
-            "found micro-batches that run in parts, expected whole ones: the simulator has no "
-            "messages of parts; leave out --hdp-sequence-parts here, and see what `plan "
-            "--sequence-parts` or `check` says of the step"
+            "found micro-batches that stream, expected none: the simulator computes no part again "
+            "in backward; leave out --hdp-long-sequence stream here, and see what `plan` or "
+            "`check` says of the step"
         )
     machine, pipeline = machine or Machine(), pipeline or Pipeline()
     layers = (
@@ -163,9 +166,9 @@ def execute(
             backward_s=experts.added(passes.backward_s, launches, pipeline.row_weights * 2 / 3),
         )
     starts = schedule(plan, launches, passes, pipeline)
-    forward_s = launches.longest(passes.forward_s)[:, launches.group_of]
-    backward_s = launches.longest(passes.backward_s)[:, launches.group_of]
-    end_s, last_s = _ends(launches, starts, backward_s, pipeline.stages)
+    forward_s = starts.forward_end_s - starts.forward_start_s
+    backward_s = starts.backward_end_s - starts.backward_start_s
+    end_s, last_s = _ends(plan, launches, starts, passes.backward_s, pipeline.stages)
     # behind the last backward of one chunk come others of the rest
     overlaps = machine.overlaps_sync and pipeline.chunks == 1
     done_s = np.array(
@@ -190,7 +193,7 @@ def execute(
             by_list(plan, launches, times.tokens),
             np.concatenate([plan.offload_ratios, np.zeros(len(launches.padding_ranks))]),
             (starts.forward_start_s, starts.backward_start_s),
-            (starts.forward_start_s + forward_s, starts.backward_start_s + backward_s),
+            (starts.forward_end_s, starts.backward_end_s),
             pipeline,
             layers,
         )
@@ -202,6 +205,7 @@ def execute(
         backward_start_s=starts.backward_start_s,
         forward_s=forward_s,
         backward_s=backward_s,
+        part_starts_s=starts.part_starts_s,
         times=times,
         end_s=end_s,
         busy_s=busy_s,
@@ -255,22 +259,23 @@ def _with_padding(
     forward, backward = (
         np.concatenate([of_plan, np.outer(weights, padding)], axis=1) for of_plan, padding in parts
     )
-    message = machine.message_s(times.most_tokens.astype(np.float64))
+    message = machine.message_s(times.most_tokens / plan.parts_of_each)
     padded = machine.message_s(np.zeros(len(launches.padding_ranks)))
     return PassTimes(forward, backward, np.concatenate([message, padded]))
 
 
 def _ends(
-    launches: Launches, starts: Schedule, backward_s: Float64Array, stages: int
+    plan: Plan, launches: Launches, starts: Schedule, backward_s: Float64Array, stages: int
 ) -> tuple[Float64Array, Float64Array]:
     """When each rank ends its last backward, and how long that takes; ``[stages, ranks]``.
 
-    It is the one through the first model chunk.
+    It is the one through the first model chunk; in parts that of the part that runs last.
     """
     counts = launches.lists.counts
     last = launches.lists.micro_batches[np.cumsum(counts) - 1]
-    last_s = backward_s[:stages, last]
-    return starts.backward_start_s[:stages, last] + last_s, last_s
+    parts = np.append(plan.parts_of_each, np.ones(len(launches.padding_ranks), dtype=np.int64))
+    last_s = launches.longest(backward_s)[:stages, launches.group_of[last]] / parts[last]
+    return starts.backward_end_s[:stages, last], last_s
 
 
 def _record(

@@ -1,6 +1,7 @@
 """Seconds of each micro-batch in each pass: its ring hop by hop, noise, copies to the host."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
 from megatron_hdp.planner.evaluation import MemberWork, work_of
 from megatron_hdp.planner.flat_plan import pieces
+from megatron_hdp.planner.parts import shares_of_parts, sizes_of_parts
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.validation import tokens_per_member
 from megatron_hdp.simulator.execution import lanes, rings
@@ -38,6 +40,40 @@ class MicroBatchTimes:
     """Sent by all members."""
     most_tokens: Int64Array
     """Of a micro-batch's fullest member."""
+
+
+class _Turns(NamedTuple):
+    """Turns of the rings of a run of micro-batches: one each, in parts one a part."""
+
+    micro_batch: Int64Array
+    """From the run's first on."""
+    num_parts: Int64Array
+    """Of its micro-batch."""
+    sent: Float64Array
+    """What goes around, as a share of the whole's keys."""
+    seen: Float64Array
+    """Its share of the micro-batch's attention."""
+    member: Int64Array
+    """Entries of the members of all turns, one turn behind the other, in those of the run."""
+
+    @classmethod
+    def of(cls, plan: Plan, run: slice, work: MemberWork, cost_model: CostModel) -> Self:
+        """Cut what runs in parts."""
+        parts = plan.parts_of_each[run]
+        shares = np.ones((2, int(parts.sum())))
+        begins = np.cumsum(parts) - parts
+        for m in np.flatnonzero(parts > 1).tolist():
+            mine = slice(begins[m], begins[m] + parts[m])
+            sizes = sizes_of_parts(plan, run.start + m)
+            if work.num_members[m] > 1 and sum(size.tokens for size in sizes):
+                shares[:, mine] = shares_of_parts(sizes, cost_model)
+            else:
+                shares[:, mine] = 1 / parts[m]
+        micro_batch = np.repeat(np.arange(len(parts)), parts)
+        count = work.num_members[micro_batch]
+        skipped = work.first_members[micro_batch] - (np.cumsum(count) - count)
+        member = np.arange(int(count.sum())) + np.repeat(skipped, count)
+        return cls(micro_batch, parts[micro_batch], shares[0], shares[1], member)
 
 
 def times_of(
@@ -70,7 +106,9 @@ def times_of(
         work = work_of(plan, cost_model, pipeline.stages, speeds, run)
         tokens, owners = tokens_per_member(plan, run)
         factors = disturbance.factors(step, run.start + owners, plan.ranks[work.members])
-        _passes(found, run, work, cost_model, pipeline, factors)
+        turns = _Turns.of(plan, run, work, cost_model)
+        blocks_s = _blocks_s(plan, run, work, cost_model, pipeline.stages, speeds)
+        _passes(found, run, work, turns, blocks_s, pipeline, factors)
         found.tokens[work.members] = tokens
         found.most_tokens[run] = np.maximum.reduceat(tokens, work.first_members)
     _add_copies(found, plan, cost_model, pipeline, row_layers)
@@ -87,43 +125,55 @@ def _passes(
     found: MicroBatchTimes,
     run: slice,
     work: MemberWork,
-    cost_model: CostModel,
+    turns: _Turns,
+    blocks_s: Float64Array,
     pipeline: Pipeline,
     factors: Float64Array | None,
 ) -> None:
-    """Both passes of a run of micro-batches: three parts of compute, then the ring."""
-    count, degrees = work.num_members, work.degrees
+    """Both passes of a run of micro-batches: three parts of compute, then the ring's turns."""
+    of, members, count = turns.micro_batch, turns.member, work.num_members[turns.micro_batch]
     factor = np.ones(len(work.attention_s)) if factors is None else factors
     # blocks take as long backward as forward; of local_s and fixed_s they are a part
-    blocks = _blocks_s(work, cost_model, pipeline.stages)
-    smooth = work.linear_s + work.local_s + work.fixed_s - blocks
+    smooth = work.linear_s + work.local_s + work.fixed_s - blocks_s
     own = np.zeros(len(factor))
     passes = []
     for share in (_FORWARD, _BACKWARD):
-        lead = factor * (share * smooth + blocks / 2)
-        step = factor * share * work.attention_s / np.repeat(degrees, count)
+        lead = (factor * (share * smooth + blocks_s / 2))[members]
+        lead = lead / np.repeat(turns.num_parts, count)
+        attention = (factor * share * work.attention_s)[members]
+        step = attention * np.repeat(turns.seen / count, count)
         hops = np.maximum(1, count - 1)
-        hop = share * work.transfer_s / hops + work.hop_s
-        seconds = rings.pass_s(count, lead, step, hop)
-        own += rings.own_pass_s(count, lead, step, hop)
-        most = np.maximum.reduceat(step, work.first_members)
-        found.exposed_s[run] += (count - 1) * np.maximum(0.0, hop - most)
+        hop = share * work.transfer_s[of] * turns.sent / hops + work.hop_s[of]
+        seconds = np.zeros(len(work.num_members))
+        np.add.at(seconds, of, rings.pass_s(count, lead, step, hop))
+        np.add.at(own, members, rings.own_pass_s(count, lead, step, hop))
+        most = np.maximum.reduceat(step, np.cumsum(count) - count)
+        exposed = (count - 1) * np.maximum(0.0, hop - most)
+        found.exposed_s[run] += np.bincount(of, exposed, len(seconds))
         passes.append(seconds)
     weights = pipeline.row_weights
     found.forward_s[:, run], found.backward_s[:, run] = (np.outer(weights, one) for one in passes)
     found.own_s[work.members] = own
-    found.ring_bytes[run] = work.ring_bytes
+    found.ring_bytes[run] = work.ring_bytes * np.bincount(of, turns.sent, len(seconds))
 
 
-def _blocks_s(work: MemberWork, cost_model: CostModel, stages: int) -> Float64Array:
-    """Seconds of each member's blocks, both passes: those of the ring's steps and of locals."""
-    one = block_s(cost_model, stages)
-    if not one:
-        return np.zeros(len(work.fixed_s))
-    each = np.repeat(work.degrees, work.num_members)
-    speed = (cost_model.g + each * one) / work.fixed_s
-    blocks: Float64Array = (each + (work.local_s > 0)) * one / speed
-    return blocks
+def _blocks_s(
+    plan: Plan,
+    run: slice,
+    work: MemberWork,
+    cost_model: CostModel,
+    stages: int,
+    speeds: Float64Array,
+) -> Float64Array:
+    """Seconds of each member's blocks, both passes: those of the ring's steps and of locals.
+
+    A part but the first has two a step: of its own keys, and of earlier parts'.
+    """
+    parts = plan.parts_of_each[run]
+    steps = np.repeat((2 * parts - 1) * work.degrees, work.num_members)
+    local = np.repeat(parts, work.num_members) * (work.local_s > 0)
+    blocks: Float64Array = (steps + local) * block_s(cost_model, stages)
+    return blocks / speeds[plan.ranks[work.members]]
 
 
 def _add_copies(

@@ -82,6 +82,43 @@ def test_with_stages_it_is_the_evaluation(
     np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
 
 
+@settings(max_examples=60)
+@given(problems(), st.integers(2, 4), st.integers(0, 99))
+def test_parts_pass_the_stages_as_the_evaluation_says(
+    problem: Problem, stages: int, seed: int
+) -> None:
+    """Random numbers of parts, with hops, launches and traffic by part."""
+    if problem.cost_model not in THIRDS:
+        problem = dataclasses.replace(problem, cost_model="network-bound")
+    problem = dataclasses.replace(problem, speeds=())
+    whole = problem.plan("pp-balance", pipeline_stages=stages)
+    parts = np.random.default_rng(seed).integers(1, 6, whole.num_micro_batches)
+    plan = dataclasses.replace(whole, num_parts=parts, linear_tokens=float(seed))
+    model = dataclasses.replace(problem.model, query_ratio=0.7 * (seed % 3))
+    expected = evaluate(plan, model, stages)
+    run = execute(plan, model, pipeline=Pipeline(stages))
+    assert run.makespan_s == pytest.approx(expected.makespan_s, rel=1e-9)
+    np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
+    assert run.record.ring_bytes == pytest.approx(expected.ring_bytes)
+    if plan.num_parts is not None:
+        num = int(parts.sum())
+        for found, known in zip(run.part_starts_s, expected.part_starts_s, strict=True):
+            np.testing.assert_allclose(found[:, :num], known, rtol=1e-9, atol=1e-12)
+
+
+def test_each_part_is_a_message() -> None:
+    """Two stages, one micro-batch of 12 s in four parts, 1 s of latency, 1 s for 8 tokens."""
+    whole = plan_of([[0]], [32])
+    plan = dataclasses.replace(whole, num_parts=[4], linear_tokens=9.0)
+    model = CostModel(a=0.0, b=12 / 32, kv_bytes_per_token=0.0)
+    machine = Machine(message_bytes_per_token=1.0, network_bytes_per_s=8.0, message_latency_s=1.0)
+    run = execute(plan, model, pipeline=Pipeline(2), machine=machine)
+    # a part takes 0.5 and 1 s of a stage; one is ahead, and a message of 2 s either way
+    assert run.makespan_s == pytest.approx((0.5 + 2 + 4 * 0.5) + (4 * 1 + 2 + 1))
+    assert run.part_starts_s[0].tolist() == [[0, 0.5, 1, 1.5], [2.5, 3, 3.5, 4]]
+    assert run.backward_end_s[0, 0] - run.backward_start_s[0, 0] == pytest.approx(4)
+
+
 @settings(max_examples=20)
 @given(problems(), st.sampled_from(["pp-balance", "static"]), st.integers(2, 3))
 def test_padding_of_virtual_stages_costs_time(problem: Problem, strategy: str, chunks: int) -> None:
