@@ -46,7 +46,7 @@ def summary(outcome: Outcome, costs_of: str, exchanged_bytes: float = 0.0) -> st
         ("strategy", made.strategy),
         ("cost model", costs_of),
         ("efficiency", f"{evaluation.efficiency:.3f}  ({_efficiency_formula(evaluation)})"),
-        *_bound_rows(evaluation, outcome.proven_bound_s),
+        *_bound_rows(made, evaluation, outcome.proven_bound_s),
         ("makespan", seconds(evaluation.makespan_s)),
         ("idle", f"{evaluation.idle_share:.1%} of the ranks' time"),
         ("micro-batches", f"{made.num_micro_batches:,}  (a rank runs {_micro_batch_span(made)})"),
@@ -95,7 +95,7 @@ def _efficiency_formula(evaluation: Figures) -> str:
     return f"total compute / {ranks}{stages} / makespan"
 
 
-def _bound_rows(evaluation: Figures, proven_s: float) -> list[tuple[str, str]]:
+def _bound_rows(made: Plan, evaluation: Figures, proven_s: float) -> list[tuple[str, str]]:
     def row(name: str, part_s: float, what: str) -> tuple[str, str]:
         return name, f"{share(part_s, evaluation):.3f}  ({what} {seconds(part_s)})"
 
@@ -104,7 +104,7 @@ def _bound_rows(evaluation: Figures, proven_s: float) -> list[tuple[str, str]]:
     rows = [row("bound/makespan", bound_s, least)]
     if proven_s > bound_s * (1 + _SAME):
         rows = [row("bound/makespan", bound_s, "bound"), row("proven/makespan", proven_s, least)]
-    if evaluation.pipeline_stages > 1:
+    if evaluation.pipeline_stages > 1 and made.num_parts is None:  # of whole micro-batches
         target_s = evaluation.pipeline_bound_s
         rows.append(row("target/makespan", target_s, "equal micro-batches on full ranks take"))
     return rows

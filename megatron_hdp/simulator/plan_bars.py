@@ -17,7 +17,7 @@ class Lanes:
     local sequences, until ``own_end_s``; then it waits for the slowest member. Without a pipeline,
     entry ``i`` belongs to ``plan.ranks[i]`` and covers forward and backward. With one, all
     forwards come first and then, in the same order, all backwards; with several model chunks those
-    of each chunk behind those of the one before.
+    of each chunk behind those of the one before. What runs in parts has a bar a part.
     """
 
     rank: Int64Array
@@ -30,6 +30,10 @@ class Lanes:
     """Whether the bar is the backward by itself; False everywhere without a pipeline."""
     chunk: Int64Array
     """The model chunk (virtual stage) that it runs through, 0 where a stage has one."""
+    member: Int64Array
+    """Its entry of ``plan.ranks``."""
+    part: Int64Array
+    """The part of its micro-batch, 0 where that runs whole."""
 
     @property
     def num_bars(self) -> int:
@@ -55,12 +59,15 @@ def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
         return _bars(plan, evaluation, evaluation.start_s, 1.0)
     rows = evaluation.forward_start_s[stage::stages], evaluation.backward_start_s[stage::stages]
     weights = evaluation.pipeline.row_weights[stage::stages]
-    parts = [
+    bars = [
         _bars(plan, evaluation, starts_s, share / 3 * weights[chunk], chunk)
         for share, of_chunks in zip((1, 2), rows, strict=True)
         for chunk, starts_s in enumerate(of_chunks)
     ]
-    joined = _joined(parts)
+    if evaluation.part_starts_s is not None:
+        starts = [row for of_pass in evaluation.part_starts_s for row in of_pass[stage::stages]]
+        bars = [in_parts(*one, plan.parts_of_each) for one in zip(bars, starts, strict=True)]
+    joined = joined_bars(bars)
     return replace(joined, backward=np.repeat([False, True], joined.num_bars // 2))
 
 
@@ -71,7 +78,25 @@ def bars_by_rank(lanes: Lanes, num_ranks: int) -> tuple[Int64Array, Int64Array]:
     return bars, np.concatenate([[0], np.cumsum(counts)])
 
 
-def _joined(parts: Sequence[Lanes]) -> Lanes:
+def in_parts(lanes: Lanes, starts_s: Float64Array, parts: Int64Array) -> Lanes:
+    """Cuts each bar into its micro-batch's parts, which take equal time and start at these times.
+
+    One micro-batch's starts stand behind another's; a bar's waiting lies behind its last part.
+    """
+    counts = parts[lanes.micro_batch]
+    of = np.repeat(np.arange(lanes.num_bars), counts)
+    part = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start_s = starts_s[(np.cumsum(parts) - parts)[lanes.micro_batch[of]] + part]
+    ring_s, own_s = (
+        ((end_s - lanes.start_s) / counts)[of] for end_s in (lanes.ring_end_s, lanes.own_end_s)
+    )
+    whole = {name: values[of] for name, values in vars(lanes).items()}
+    ends = {"ring_end_s": start_s + ring_s, "own_end_s": start_s + own_s}
+    return Lanes(**whole | ends | {"start_s": start_s, "part": part})
+
+
+def joined_bars(parts: Sequence[Lanes]) -> Lanes:
+    """All bars of these lanes, one behind the other."""
     return Lanes(
         **{name: np.concatenate([vars(one)[name] for one in parts]) for name in vars(parts[0])}
     )
@@ -99,6 +124,8 @@ def _bars(
         own_end_s=start_s + evaluation.own_s * share,
         backward=np.zeros(len(micro_batch), dtype=np.bool_),
         chunk=np.full(len(micro_batch), chunk),
+        member=np.arange(len(micro_batch)),
+        part=np.zeros(len(micro_batch), dtype=np.int64),
     )
 
 
@@ -123,7 +150,7 @@ def chart_of(plan: Plan, evaluation: Evaluation, max_rows: int) -> Chart:
     stages = evaluation.pipeline_stages
     shown = stages if plan.num_ranks * stages <= max_rows else 1
     parts = [lanes_of(plan, evaluation, stage) for stage in range(shown)]
-    bars = _joined(parts)
+    bars = joined_bars(parts)
     stage = np.repeat(np.arange(shown), [part.num_bars for part in parts])
     return Chart(bars, bars.rank * shown + stage, plan.num_ranks * shown, shown)
 

@@ -229,6 +229,9 @@ def _label_bars(
         sequences = plan.sequences[plan.sequence_offsets[m] : plan.sequence_offsets[m + 1]]
         tokens = short(int(plan.lengths[sequences].sum()))
         texts = [f"{len(sequences)} seq, {tokens}", tokens][len(sequences) < 2 :]
+        if plan.parts_of_each[m] > 1:
+            part = int(bars.part[i]) + 1
+            texts = [f"part {part} of {plan.parts_of_each[m]}", f"part {part}", str(part)]
         if has_chunks:
             chunk = int(bars.chunk[i])
             texts = [*(f"{text}, chunk {chunk}" for text in texts), f"chunk {chunk}"]

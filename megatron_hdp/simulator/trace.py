@@ -54,6 +54,8 @@ def _events(plan: Plan, lanes: dict[str, Lanes], ranks_per_node: int) -> Iterato
             yield from labels("thread", node, thread, f"rank {rank}{place}", thread)
             for i in bars[offsets[rank] : offsets[rank + 1]].tolist():
                 arguments = details.of(int(one.micro_batch[i]), rank)
+                if plan.parts_of_each[one.micro_batch[i]] > 1:
+                    arguments = arguments | {"part": int(one.part[i])}
                 name = f"degree {one.degree[i]}"
                 if len(lanes) > 1:
                     name += ", backward" if one.backward[i] else ", forward"

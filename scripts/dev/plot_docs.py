@@ -4,6 +4,7 @@ Mesh, pipelines, virtual stages and the README's are real plans, timed by the co
 offload are diagrams whose numbers are computed here; the data plane's is drawn by hand.
 """
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,6 +55,35 @@ def pipelines() -> Figure:
     return _strategies(strategies, (16000, 16000, *TAIL) * 2, ranks=4, stages=4)
 
 
+def parts() -> Figure:
+    """One long sequence among short ones on two ranks of four stages: whole, and in parts."""
+    lengths = [16_000, *[1000] * 48]
+    cost_model = dataclasses.replace(LLAMA_7B, num_layers=8)
+    asked = {"ranks": 2, "tokens_per_rank": 8192, "pipeline_stages": 4, "cost_model": cost_model}
+    plans = {
+        name: plan(lengths, **asked, sequence_parts=number)
+        for name, number in {"whole": 1, "in parts": 8}.items()
+    }
+    palette = Palette.of_degrees(np.array([1, 2]), 2)
+    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
+    for axes, (name, made) in zip(figure.subplots(2, sharex=True), plans.items(), strict=True):
+        times = evaluate(made, cost_model, 4)
+        _draw_plan(axes, made, times, palette)
+        told = f"{name}: {times.makespan_s:.2f} s, {times.idle_share:.0%} idle"
+        axes.set_title(told, loc="left", fontsize=10)
+    axes.set_xlabel("seconds, by the cost model; numbers are parts", fontsize=9)
+    legend = [
+        Patch(color=colour, label=label)
+        for colour, label in zip(
+            palette.colours, ("short ones, 1 rank", "the long one"), strict=True
+        )
+    ]
+    legend += [Patch(color=pale(palette.colours[-1]), label="paler: forward")]
+    legend += [Patch(color=IDLE, label="idle")]
+    figure.legend(handles=legend, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    return figure
+
+
 def _strategies(
     strategies: Mapping[str, str], lengths: Sequence[int], ranks: int, stages: int
 ) -> Figure:
@@ -93,7 +123,9 @@ def _draw_plan(axes: Any, made: Plan, times: Evaluation, palette: Palette) -> No
         start, width = bars.start_s[i], bars.own_end_s[i] - bars.start_s[i]
         axes.barh(chart.row[i], width, 0.84, start, color=colour, edgecolor="white", linewidth=0.5)
         sequences = list(made.micro_batch(int(bars.micro_batch[i])).sequences)
-        if width > times.makespan_s / 16:
+        if made.parts_of_each[bars.micro_batch[i]] > 1 and width > times.makespan_s / 60:
+            _write(axes, start + width / 2, chart.row[i], f"{bars.part[i] + 1}", colour)
+        elif width > times.makespan_s / 16:
             text = f"{made.lengths[sequences].sum() / 1000:.3g}K"
             _write(axes, start + width / 2, chart.row[i], text, colour)
     middle = [rank * stages + (stages - 1) / 2 for rank in range(made.num_ranks)]
@@ -438,6 +470,7 @@ def _draw_waves(axes: Any, one: Pictured, palette: Palette) -> None:
 PICTURES = {
     **{"concept-mesh.svg": mesh, "concept-ring.svg": ring, "concept-offload.svg": offload},
     **{"concept-pipelines.svg": pipelines, "pipeline-virtual.png": virtual_stages},
+    "long-parts.svg": parts,
     **{"data-plane.svg": roles, "mesh-and-hdp.png": readme},
 }
 

@@ -54,6 +54,20 @@ def assert_they_add_up(lanes, busy_s):
         assert np.all(lanes.start_s[mine][1:] >= lanes.own_end_s[mine][:-1] - 1e-12)
 
 
+def test_a_wave_of_parts():
+    """One micro-batch of 24 s on two stages, in four parts: each starts when the one before ends.
+
+    Of it a part takes 1 s forward and 2 s backward on a stage; backward begins with the last one.
+    """
+    made = plan_of([24], [{"ranks": [0], "sequences": [0], "parts": 4}], num_ranks=1)
+    bars = [lanes_of(made, evaluate(made, COST, 2), stage) for stage in (0, 1)]
+    assert [one.part.tolist() for one in bars] == [[0, 1, 2, 3] * 2] * 2
+    assert bars[0].start_s.tolist() == [0, 1, 2, 3, 13, 11, 9, 7]
+    assert bars[1].start_s.tolist() == [1, 2, 3, 4, 11, 9, 7, 5]
+    for one in bars:
+        assert (one.own_end_s - one.start_s).tolist() == [1] * 4 + [2] * 4
+
+
 @pytest.mark.parametrize("strategy", ["static", "naive", "dp-balance"])
 def test_bars_add_up_and_never_overlap(strategy):
     lengths = np.random.default_rng(0).integers(1, 5000, size=60)

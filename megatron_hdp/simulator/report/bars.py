@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_hdp.arrays import AnyArray, BoolArray, Float64Array, Int64Array
 from megatron_hdp.simulator.execution import StepExecution
-from megatron_hdp.simulator.plan_bars import Lanes
+from megatron_hdp.simulator.plan_bars import Lanes, in_parts, joined_bars
 from megatron_hdp.simulator.report.figures import parts_of
 
 MAX_ROWS = 24
@@ -77,18 +77,27 @@ def lanes_of(execution: StepExecution, stage: int) -> Lanes:
             for backward in (0, 1)
             for row in range(stage, pipeline.rows, pipeline.stages)
         ]
-    start_s = np.concatenate([start[member_of] for start, *_ in passes])
-    end_s = start_s + np.concatenate([times.own_s * share[member_of] for _, share, *_ in passes])
-    return Lanes(
-        rank=np.tile(plan.ranks.astype(np.int64), len(passes)),
-        micro_batch=np.tile(member_of, len(passes)),
-        degree=np.tile(degrees[member_of], len(passes)),
-        start_s=start_s,
-        ring_end_s=end_s,
-        own_end_s=end_s,
-        backward=np.repeat([backward for *_, backward, _ in passes], len(member_of)),
-        chunk=np.repeat([chunk for *_, chunk in passes], len(member_of)),
-    )
+    bars = []
+    for start, share, backward, chunk in passes:
+        start_s = start[member_of]
+        end_s = start_s + times.own_s * share[member_of]
+        one = Lanes(
+            rank=plan.ranks.astype(np.int64),
+            micro_batch=member_of,
+            degree=degrees[member_of],
+            start_s=start_s,
+            ring_end_s=end_s,
+            own_end_s=end_s,
+            backward=np.full(len(member_of), backward),
+            chunk=np.full(len(member_of), chunk),
+            member=np.arange(len(member_of)),
+            part=np.zeros(len(member_of), dtype=np.int64),
+        )
+        if execution.part_starts_s is not None:
+            row = chunk * pipeline.stages + stage
+            one = in_parts(one, execution.part_starts_s[backward][row], plan.parts_of_each)
+        bars.append(one)
+    return joined_bars(bars)
 
 
 def _is_at_once(execution: StepExecution) -> bool:
@@ -120,7 +129,8 @@ def gantt_of(execution: StepExecution, always: Iterable[int] = ()) -> Gantt:
     for stage in range(stages):
         lanes = lanes_of(execution, stage)
         mine = np.flatnonzero(place[lanes.rank] >= 0)
-        tokens = execution.times.tokens[mine % len(execution.times.tokens)].astype(np.float64)
+        parts = execution.plan.parts_of_each[lanes.micro_batch[mine]]
+        tokens = execution.times.tokens[lanes.member[mine]] / parts
         for name, values in {
             "row": place[lanes.rank[mine]] * stages + stage,
             "start_s": lanes.start_s[mine],
