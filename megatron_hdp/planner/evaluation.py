@@ -4,7 +4,6 @@ Written apart from the C++ planner, so that each can be checked against the othe
 the micro-batches in runs, so that the figures of millions need the memory of one run.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice

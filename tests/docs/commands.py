@@ -78,6 +78,8 @@ COMMANDS = {
     ),
     "megatron-hdp plan --lengths docs/example-lengths.txt --ranks 16 --tokens-per-rank 8192 "
     "--output plan.json --plot plan.png --trace trace.json": COMMAND,
+    "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 32768 "
+    "--pipeline-stages 8 --sequence-parts 16": COMMAND,
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 --compare": (
         COMMAND
     ),

@@ -13,8 +13,8 @@ from tests.support.scripts import SCRIPTS, script_module
 from tests.training.test_trace import ranks_of_two_machines, with_copies
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", "docs/concepts.md", "docs/data-plane.md")
-README, CONCEPTS, PLANE = ((ROOT / page).read_text() for page in PAGES)
+PAGES = ("README.md", "docs/concepts.md", "docs/data-plane.md", "docs/long-sequences.md")
+README, CONCEPTS, PLANE, LONG = ((ROOT / page).read_text() for page in PAGES)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_the_pages_show_every_picture(script, tmp_path):
     drawn = {path.name for path in tmp_path.iterdir()}
     link = r"\]\((?:docs/)?([\w-]+\.(?:svg|png))\)"
     measured = {"trace-offload.png"}
-    assert drawn == set(re.findall(link, README + CONCEPTS + PLANE)) - measured
+    assert drawn == set(re.findall(link, README + CONCEPTS + PLANE + LONG)) - measured
     assert all((ROOT / "docs" / name).exists() for name in drawn)
 
 
@@ -39,6 +39,12 @@ def test_the_page_says_the_times_of_the_picture(script, name):
     assert hdp < mesh
     told = f"{mesh:.2f} s on the mesh, {hdp:.2f} s under HDP](concept-{name}.svg)"
     assert told in CONCEPTS
+
+
+def test_the_page_says_the_times_of_both_waves(script):
+    titles = [axes.get_title(loc="left") for axes in script.parts().axes]
+    whole, parts = (float(re.search(r": (.*) s,", title)[1]) for title in titles)
+    assert f"{whole:.2f} s whole, {parts:.2f} s in parts](long-parts.svg)" in LONG
 
 
 def test_the_readme_says_the_figures_of_its_picture(script):
