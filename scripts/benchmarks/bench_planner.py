@@ -85,6 +85,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="V",
         help="with --pipelines: parts of the model on each stage, each V a column (default: 1 4)",
     )
+    add(
+        "--sequence-parts",
+        type=int,
+        default=16,
+        metavar="N",
+        help="with --pipelines: also ours with micro-batches in up to N parts (default: 16; 1: no)",
+    )
+    add(
+        "--tokens",
+        type=int,
+        metavar="K",
+        help="of a global batch: K x ranks x tokens per rank (default: 4, or what a case says)",
+    )
     add("--experts", action="store_true", help="the cases with ranks that share experts")
     add(
         "--step",
@@ -95,9 +108,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", metavar="FILE", help="also write every single result")
     add("--list", action="store_true", help="print the names of the cases")
     arguments = parser.parse_args(argv)
-    for flag in ("seeds", "repeats"):
+    for flag in ("seeds", "repeats", "sequence_parts"):
         if getattr(arguments, flag) < 1:
-            parser.error(f"--{flag} is {getattr(arguments, flag)}; expected at least 1")
+            name = flag.replace("_", "-")
+            parser.error(f"--{name} is {getattr(arguments, flag)}; expected at least 1")
+    if arguments.tokens is not None and arguments.tokens < 1:
+        parser.error(f"--tokens is {arguments.tokens}; expected at least 1")
     if arguments.noise and (arguments.pipelines or arguments.experts):
         other = "--pipelines" if arguments.pipelines else "--experts"
         parser.error(f"found {other} and --noise; expected one of them")
@@ -147,7 +163,12 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
         (True, True): expert_pipeline_cases,
     }[arguments.pipelines, arguments.experts]
     cases = [
-        dataclasses.replace(case, cost_model=cost_model)
+        dataclasses.replace(
+            case,
+            cost_model=cost_model,
+            num_tokens=(arguments.tokens or 0) * case.ranks * case.tokens_per_rank
+            or case.num_tokens,
+        )
         for case in of_kind()
         if not arguments.quick or case.ranks <= 256
     ]
@@ -185,11 +206,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"`{command}` on {machine}\n\n{step_table(cases, parts)}")
         return 0
     strategies, chunks, repeats = arguments.strategies, arguments.virtual_stages, arguments.repeats
+    parts = 1 if arguments.experts else arguments.sequence_parts
     results: list[Result | Staged] = []
     for case, seed in itertools.product(cases, range(1 if arguments.quick else arguments.seeds)):
         print(f"{case.name}, seed {seed}", file=sys.stderr, flush=True)
         if arguments.pipelines:
-            results += measure_staged(case, seed, strategies, chunks, repeats)
+            results += measure_staged(case, seed, strategies, chunks, repeats, parts)
         else:
             results += measure(case, seed, strategies, repeats, arguments.noise)
     if arguments.pipelines:

@@ -15,13 +15,16 @@ from planner_bench.markdown import Measured
 from planner_bench.measuring import planning_ms_of
 
 from megatron_hdp.cli.plan_outcomes import Request, plan_with
-from megatron_hdp.planner import Figures, Plan, PlanError, evaluate
+from megatron_hdp.planner import Figures, Plan, PlanError, evaluate, tight_bound_of
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.strategies import BY_NAME, resolved
 
 OURS = "auto"
 """pp-balance, ep-balance with shared experts."""
+
+IN_PARTS = "in parts"
+"""What results of ours are named whose micro-batches may run in parts, on V = 1."""
 
 _KEPT_PLANS = 256  # of one case for all V and seeds, so that the next one may have the same
 
@@ -66,32 +69,35 @@ def measure_staged(
     strategies: Sequence[str],
     virtual_stages: Sequence[int],
     repeats: int,
+    sequence_parts: int = 1,
 ) -> Iterator[Staged]:
-    """Yield the result of each strategy with each V on one batch."""
+    """Yield the result of each strategy with each V on one batch, and of ours in parts."""
     whole = case.request(seed)
-    for strategy in strategies:
-        for chunks in virtual_stages:
-            planned = _planned(*told_of(case, strategy, chunks), seed, repeats)
-            result = Staged(
-                case=case.name,
-                seed=seed,
-                strategy=strategy,
-                virtual_stages=chunks,
-                problem=planned.problem,
+    columns = [(strategy, chunks, 1) for strategy in strategies for chunks in virtual_stages]
+    if sequence_parts > 1:
+        columns.append((OURS, 1, sequence_parts))
+    for strategy, chunks, parts in columns:
+        planned = _planned(*told_of(case, strategy, chunks), parts, seed, repeats)
+        result = Staged(
+            case=case.name,
+            seed=seed,
+            strategy=IN_PARTS if parts > 1 else strategy,
+            virtual_stages=chunks,
+            problem=planned.problem,
+        )
+        if planned.plan is not None:
+            pipeline = Pipeline(case.pipeline_stages, chunks)
+            request = dataclasses.replace(whole, pipeline=pipeline, sequence_parts=parts)
+            figures = judged(planned.plan, request)
+            result = dataclasses.replace(
+                result,
+                makespan_s=figures.makespan_s,
+                bound_s=tight_bound_of(request) if parts > 1 else figures.lower_bound_s,
+                target_s=figures.pipeline_bound_s,
+                perfect_s=figures.efficiency * figures.makespan_s,
+                planning_ms=planned.milliseconds,
             )
-            if planned.plan is not None:
-                pipeline = Pipeline(case.pipeline_stages, chunks)
-                request = dataclasses.replace(whole, pipeline=pipeline)
-                figures = judged(planned.plan, request)
-                result = dataclasses.replace(
-                    result,
-                    makespan_s=figures.makespan_s,
-                    bound_s=figures.lower_bound_s,
-                    target_s=figures.pipeline_bound_s,
-                    perfect_s=figures.efficiency * figures.makespan_s,
-                    planning_ms=planned.milliseconds,
-                )
-            yield result
+        yield result
 
 
 def told_of(case: Case, strategy: str, chunks: int) -> tuple[Case, str, int]:
@@ -141,9 +147,11 @@ class _Planned:
 
 
 @lru_cache(_KEPT_PLANS)
-def _planned(told: Case, strategy: str, chunks: int, seed: int, repeats: int) -> _Planned:
+def _planned(
+    told: Case, strategy: str, chunks: int, parts: int, seed: int, repeats: int
+) -> _Planned:
     pipeline = Pipeline(told.pipeline_stages, chunks)
-    request = dataclasses.replace(told.request(seed), pipeline=pipeline)
+    request = dataclasses.replace(told.request(seed), pipeline=pipeline, sequence_parts=parts)
     try:
         made = plan_with(strategy, request)
     except ValueError as error:

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from planner_bench.cases import Case
 from planner_bench.markdown import NOT_RUN, head, known, mark, mean_and_worst, notes, row
-from planner_bench.staged import OURS, Staged, told_of
+from planner_bench.staged import IN_PARTS, OURS, Staged, told_of
 
 _WIDTH = 130  # of a page's lines
 
@@ -23,6 +23,11 @@ _OURS_NOTE = (
 _BLIND_NOTE = (
     "Planned as without stages, then aligned with padding where micro-batches do not stand at one "
     "position on all of their ranks:"
+)
+_PARTS_NOTE = (
+    "Efficiency (total compute / ranks / P / makespan), mean of the batches; whole with the V that "
+    "is best, in parts on V = 1. *Bound*: that of a plan which takes what no plan in so many parts "
+    "can beat; *of the bound*: that time / makespan. *ms*: planning in parts."
 )
 _SUMMARY_NOTE = (
     "*Row*: the mean of its batches. Where a strategy has no plan for a batch, its figures leave "
@@ -52,6 +57,8 @@ class StagedTables:
 
     def __str__(self) -> str:
         lines = [*self._ours(), *(self._beside() if self._others else []), *self._summary()]
+        if any(one.strategy == IN_PARTS for one in self._results):
+            lines += self._side_by_side()
         return "\n".join([*lines, "", *notes(self._results)]).rstrip("\n")
 
     def _ours(self) -> Iterator[str]:
@@ -125,6 +132,34 @@ class StagedTables:
             for chunks in self._chunks:
                 yield row(self._summary_of(strategy, chunks))
 
+    def _side_by_side(self) -> Iterator[str]:
+        """Efficiency of all strategies, each with its best V, of ours in parts and of the bound."""
+        yield from _titled("Whole and in parts", _PARTS_NOTE)
+        whole = [*self._others, OURS]
+        names = ["ours whole" if strategy == OURS else strategy for strategy in whole]
+        yield from head(["batch", *names, "ours in parts", "bound", "of the bound", "ms"])
+        rows = []
+        for case in self._cases:
+            parts = self._cell(case, IN_PARTS, 1)
+            bounds = [one.perfect_s / one.bound_s for one in parts if one.perfect_s and one.bound_s]
+            planned = [self._best_efficiency(case, strategy) for strategy in whole]
+            figures = known(parts, "efficiency"), bounds, known(parts, "of_the_bound")
+            milliseconds = known(parts, "planning_ms")
+            rows.append([*planned, *(_mean(one) for one in figures), _mean(milliseconds)])
+            yield row([case.name, *_efficiencies(rows[-1])])
+        columns = [[one for one in column if one is not None] for column in zip(*rows, strict=True)]
+        yield row(["mean", *_efficiencies([_mean(one) for one in columns])])
+        worst = [min(one, default=None) for one in columns[:-1]]
+        yield row(["worst", *_efficiencies([*worst, max(columns[-1], default=None)])])
+
+    def _best_efficiency(self, case: Case, strategy: str) -> float | None:
+        """With the V that is best for the batches together."""
+        means = (
+            _mean(known(self._cell(case, strategy, chunks), "efficiency"))
+            for chunks in self._chunks
+        )
+        return max((one for one in means if one is not None), default=None)
+
     def _summary_of(self, strategy: str, chunks: int) -> list[str]:
         rows = [self._cell(case, strategy, chunks) for case in self._cases]
         times = [self._times(case, strategy, chunks, self._best) for case in self._cases]
@@ -159,6 +194,18 @@ def _titled(title: str, note: str) -> list[str]:
 
 def _number(pick: Callable[[list[float]], float], values: list[float], form: str) -> str:
     return format(pick(values), form) if values else NOT_RUN
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _efficiencies(figures: Sequence[float | None]) -> list[str]:
+    """Cells of shares, the last of milliseconds."""
+    forms = [*[".3f"] * (len(figures) - 1), ",.1f"]
+    return [
+        NOT_RUN if x is None else format(x, form) for x, form in zip(figures, forms, strict=True)
+    ]
 
 
 def _means(rows: Sequence[Sequence[Staged]], figure: str) -> list[float]:
