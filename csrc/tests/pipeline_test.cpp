@@ -5,6 +5,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "planner/base/parts.hpp"
 #include "planner/base/side_by_side.hpp"
 #include "planner/base/sorting.hpp"
 #include "planner/baselines/baselines.hpp"
@@ -216,6 +217,50 @@ TEST(test_balance) {
   CHECK(hdp::first_misplaced(some, plan) == -1);
   const double least = std::min(hdp::simulate(some, hdp::static_mesh(some)).makespan_s, 1e9);
   CHECK(hdp::simulate(some, plan).makespan_s <= least);
+}
+
+// Of three parts of 3 s each stage of two begins a part behind: 1 and 2 s of a part's 9 on each.
+TEST(test_streamed) {
+  hdp::Problem one = problem({18}, 1, 2, 18);
+  hdp::Plan plan;
+  plan.add({0}, {0});
+  CHECK(near(hdp::simulate(one, plan).makespan_s, 18));
+  plan.num_parts = {3};
+  CHECK(near(hdp::simulate(one, plan).makespan_s, 9 + 3));
+  const hdp::Problem two = problem({18, 9, 9}, 2, 2, 18);
+  hdp::Plan rings;
+  rings.add({0}, {1});
+  rings.add({1}, {2});
+  rings.add({0, 1}, {0});
+  rings.num_parts = {1, 3, 2};
+  // the second rank waits for the first one at the ring
+  CHECK(near(hdp::simulate(two, rings).makespan_s, hdp::run_pipeline(two, rings).ends[1]));
+  CHECK(hdp::simulate(two, rings).makespan_s > 9);
+}
+
+TEST(test_sizes_of_parts) {
+  // 6 x 10 of 8 x 15 = 120: a half
+  const auto sizes = hdp::part_sizes({8}, 2, 7);
+  CHECK(sizes.size() == 2);
+  CHECK(near(sizes[0].tokens + sizes[1].tokens, 8));
+  CHECK(near(sizes[0].tokens * (sizes[0].tokens + 7), 60));
+  CHECK(near(sizes[1].earlier, sizes[0].tokens) && sizes[0].earlier == 0);
+  CHECK(near(sizes[0].squares + sizes[1].squares, 64));
+  const auto pack = hdp::part_sizes({4, 4, 4}, 3, 1);  // between sequences
+  for (const hdp::PartSize& size : pack) CHECK(near(size.tokens, 4) && size.earlier == 0);
+  CHECK(near(hdp::traffic_tokens({2, 6, 0}, 0), 8));   // keys travel
+  CHECK(near(hdp::traffic_tokens({2, 6, 0}, 3), 6));   // queries do
+  CHECK(near(hdp::traffic_tokens({2, 1, 0}, 3), 3));
+}
+
+TEST(test_balance_in_parts) {
+  hdp::Problem some = problem({90, 60, 40, 30, 5, 5, 5, 5, 4, 4, 4, 4, 4, 4, 4}, 8, 4, 20);
+  const double whole_s = hdp::simulate(some, hdp::pp_balance(some)).makespan_s;
+  some.sequence_parts = 16;
+  const hdp::Plan plan = hdp::pp_balance(some);
+  CHECK(plan.num_parts.size() == hdp::index(plan.num_micro_batches()));
+  CHECK(hdp::first_misplaced(some, plan) == -1);
+  CHECK(hdp::simulate(some, plan).makespan_s < 0.9 * whole_s);
 }
 
 }  // namespace

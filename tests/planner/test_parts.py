@@ -23,7 +23,7 @@ from megatron_hdp.planner.pipeline_evaluation import (
 )
 from megatron_hdp.planner.problem import Problem
 from tests.planner.blocking import one_forward_one_backward
-from tests.planner.problems import repeatable
+from tests.planner.problems import problems, repeatable
 from tests.planner.test_interleaved_execution import with_paddings_named
 from tests.support.random_plans import random_plan
 
@@ -306,6 +306,23 @@ def test_ranks_that_share_experts_run_as_many_parts_as_the_fullest_of_them():
         for one in (made, replace(made, num_parts=None))
     )
     assert parts_s < whole_s
+
+
+@slowly
+@given(problem=problems(offload=True), stages=st.integers(2, 4), parts=st.sampled_from([2, 5, 16]))
+def test_plans_in_parts_are_sound_and_take_what_they_say(problem, stages, parts):
+    """Whatever the costs: with offload, without times, with slow ranks, launch-bound."""
+    for strategy in ("pp-balance", "static", "dynamic-cp"):
+        try:
+            made = problem.plan(strategy, pipeline_stages=stages, sequence_parts=parts)
+        except ValueError:
+            assert strategy != "pp-balance" or problem.offload == "auto"
+            continue
+        made.validate(pipeline_stages=stages, num_layers=problem.model.num_layers)
+        assert made.parts_of_each.max() <= parts
+        found = evaluate(made, problem.model, stages)
+        assert made.summary["makespan_s"] == pytest.approx(found.makespan_s, rel=1e-9)
+        assert found.lower_bound_s <= found.makespan_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

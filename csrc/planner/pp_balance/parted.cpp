@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "planner/base/side_by_side.hpp"
@@ -10,6 +11,9 @@
 
 namespace hdp {
 namespace {
+
+// A ring that takes more of the makespan leaves no room for another one like it.
+constexpr double kMost = 0.5;
 
 // Deals rings to ranks that have run the same rings before: members meet again in backward, so a rank
 // that had less to do before would wait there, too, and could not fill the time: it has one
@@ -28,12 +32,16 @@ class Dealer {
     classes_.push_back(std::move(all));
   }
 
-  // Of the longest sequences first; wide rings come first, so that one always finds a class.
-  Seating run(const std::vector<Way>& ways) {
+  // Rings that take most of the time first, then wide ones, so that one mostly finds a class.
+  Seating run(const std::vector<Way>& ways, double makespan_s) {
     std::vector<std::size_t> places(ways.size());
     std::iota(places.begin(), places.end(), std::size_t{0});
+    const auto key = [&](std::size_t place) {
+      const Way& way = ways[place];
+      return std::make_pair(way.seconds > kMost * makespan_s, way.degree);
+    };
     std::stable_sort(places.begin(), places.end(), [&](std::size_t left, std::size_t right) {
-      return ways[left].degree > ways[right].degree;
+      return key(left) > key(right);
     });
     for (const std::size_t place : places) start(place, ways[place]);
     return std::move(seating_);
@@ -56,6 +64,7 @@ class Dealer {
         best = one;
       }
     }
+    if (best == classes_.end()) best = joined(degree);
     Class members{best->clock, best->num_rings + 1, {}};
     SeatedRing ring{batch_.order[place], place, 0, false, take(best->ranks, degree), way.num_parts};
     for (const int32_t rank : ring.lanes) {
@@ -76,6 +85,24 @@ class Dealer {
     } else {
       classes_.push_back(std::move(members));
     }
+  }
+
+  // The classes that are free first, so many that they have the ranks, as one.
+  std::vector<Class>::iterator joined(std::size_t degree) {
+    std::stable_sort(classes_.begin(), classes_.end(), [](const Class& left, const Class& right) {
+      return left.clock > right.clock;
+    });
+    Class all;
+    while (all.ranks.size() < degree) {
+      const Class& next = classes_.back();
+      all.clock = std::max(all.clock, next.clock);
+      all.num_rings = std::max(all.num_rings, next.num_rings);
+      all.ranks.insert(all.ranks.end(), next.ranks.begin(), next.ranks.end());
+      classes_.pop_back();
+    }
+    std::sort(all.ranks.begin(), all.ranks.end());
+    classes_.push_back(std::move(all));
+    return std::prev(classes_.end());
   }
 
   // Of one node if that has so many, the one with the fewest; else of the nodes that have most.
@@ -122,7 +149,7 @@ class Dealer {
 };
 
 // Shares of the makespan that a pass may take.
-constexpr double kShares[] = {1.0, 0.8};
+constexpr double kShares[] = {1.0, 0.7, 0.4, 0.2};
 
 // Of P - 1: how much of a part's time a rank loses in a pass; other micro-batches fill the rest.
 constexpr double kRamps[] = {1.0, 0.4};
@@ -141,7 +168,7 @@ constexpr double kShortParts = 1.0 / 16;
 // problems: as many as place so many sequences and ranks together.
 constexpr std::size_t kDrafts = 2;
 constexpr std::size_t kMostDrafts = 8;
-constexpr std::size_t kDraftWork = 10000;
+constexpr std::size_t kDraftWork = 20000;
 
 struct Tried {
   Taste taste;
@@ -168,14 +195,15 @@ class Search {
       all = estimated(std::move(all));
       tried.insert(tried.end(), all.begin(), at(all, std::min(num, all.size())));
     };
-    for (const double ramp : kRamps) keep(in_short_parts(ramp * static_cast<double>(more_)));
+    for (const double share : kShares) keep(in_short_parts(share));
     keep(between_packs());
     attempt_all(tried);
     const auto best = std::min_element(
         tried.begin(), tried.end(),
         [](const Tried& left, const Tried& right) { return left.makespan_s < right.makespan_s; });
     std::vector<Tried> again;
-    for (const int64_t lead : {int64_t{0}, int64_t{1}, more_}) {
+    for (const int64_t lead : std::set<int64_t>{0, 1, more_}) {
+      if (lead == best->lead) continue;
       again.push_back(*best);
       again.back().lead = lead;
     }
@@ -184,11 +212,12 @@ class Search {
   }
 
  private:
-  std::vector<Tried> in_short_parts(double ramp) const {
+  std::vector<Tried> in_short_parts(double share) const {
     std::vector<Tried> all;
-    for (const double share : kShares) {
+    for (const double of_ramp : kRamps) {
       for (const double part : kParts) {
         const double part_s = part * batch_.share_s;
+        const double ramp = of_ramp * static_cast<double>(more_);
         all.push_back({{ramp, part_s, share, ramp * part_s}, part_s});
       }
     }
@@ -213,6 +242,10 @@ class Search {
     std::stable_sort(all.begin(), all.end(), [](const Tried& left, const Tried& right) {
       return left.estimate_s < right.estimate_s;
     });
+    const auto alike = [](const Tried& left, const Tried& right) {
+      return left.estimate_s == right.estimate_s && left.taste.part_s == right.taste.part_s;
+    };
+    all.erase(std::unique(all.begin(), all.end(), alike), all.end());
     return all;
   }
 
@@ -227,7 +260,7 @@ class Search {
 
   PipelineDraft draft_of(const Tried& tried) const {
     const std::vector<Way> ways = menu_.choose(tried.taste, tried.estimate_s);
-    const Seating seating = Dealer(batch_).run(ways);
+    const Seating seating = Dealer(batch_).run(ways, tried.estimate_s);
     const Shorts shorts(batch_.problem, all_, ways.size());
     Rows rows(index(tried.lead), kNoRound);
     for (std::size_t i = 0; i < seating.rounds.size(); ++i) {

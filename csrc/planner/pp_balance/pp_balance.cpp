@@ -347,7 +347,12 @@ class Nested {
 Plan pp_balance(const Problem& problem) {
   const Batch batch(problem);
   std::vector<Plan> plans;
-  if (may_run_in_parts(problem) && problem.expert_ranks == 1) plans.push_back(in_parts(batch).plan);
+  if (may_run_in_parts(problem) && problem.expert_ranks == 1) {
+    PipelineDraft draft = in_parts(batch);
+    const auto stages = static_cast<double>(problem.pipeline_stages);
+    if (stages * draft.makespan_s <= batch.bound_s) return std::move(draft.plan);  // of whole ones
+    plans.push_back(std::move(draft.plan));
+  }
   std::future<Plan> nested = std::async([&] { return Nested(batch).run(); });
   plans.push_back(Search(batch).run());
   plans.push_back(nested.get());
