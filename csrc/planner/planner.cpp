@@ -9,6 +9,7 @@
 #include "planner/dp_balance/dp_balance.hpp"
 #include "planner/ep_balance/ep_balance.hpp"
 #include "planner/pp_balance/pp_balance.hpp"
+#include "planner/round_balance/round_balance.hpp"
 #include "planner/schedule/schedule.hpp"
 
 namespace hdp {
@@ -45,6 +46,7 @@ struct Strategy {
 constexpr Strategy kStrategies[] = {
     {"static", judged_plan<static_mesh>},    {"naive", judged_plan<naive>},
     {"bytescale", judged_plan<bytescale>},   {"dynamic-cp", judged_plan<dynamic_cp>},
+    {"round-balance", judged_plan<round_balance>},
     {"dp-balance", judged_dp_balance},       {"pp-balance", judged_plan<pp_balance>},
     {"ep-balance", judged_plan<ep_balance>},
 };

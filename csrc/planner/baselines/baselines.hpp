@@ -43,4 +43,7 @@ Plan bytescale(const Problem& problem);
 // ranks holds max_length.
 Plan dynamic_cp(const Problem& problem);
 
+// Throws std::invalid_argument if no power of two of the ranks holds max_length.
+void require_powers_hold(const Problem& problem);
+
 }  // namespace hdp

@@ -277,22 +277,22 @@ void add_round(const Problem& problem, Waiting& waiting, Plan& plan) {
   all.finish(plan);
 }
 
-void check_context(const Problem& problem) {
+}  // namespace
+
+void require_powers_hold(const Problem& problem) {
   int64_t most = 1;
   while (2 * most <= problem.num_ranks) most *= 2;
   if (room_for(problem, problem.max_length, most) <= problem.tokens_per_rank) return;
   throw std::invalid_argument(
-      "dynamic-cp: a context of " + std::to_string(problem.max_length) +
+      "a context of " + std::to_string(problem.max_length) +
       " tokens does not fit on " + std::to_string(most) + " ranks, the greatest power of two of " +
       std::to_string(problem.num_ranks) + ", at " + std::to_string(problem.tokens_per_rank) +
       " tokens each (a slice of a shared sequence has at least 2 x " +
       std::to_string(problem.slice_multiple) + "): raise tokens_per_rank or add ranks");
 }
 
-}  // namespace
-
 Plan dynamic_cp(const Problem& problem) {
-  check_context(problem);
+  require_powers_hold(problem);
   Waiting waiting(problem);
   Plan plan;
   while (!waiting.empty()) add_round(problem, waiting, plan);
