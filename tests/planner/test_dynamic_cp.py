@@ -133,7 +133,7 @@ def cut(problem: Problem) -> Problem:
     return dataclasses.replace(problem, lengths=lengths, tokens_per_rank=capacity)
 
 
-def rounds_of(made: Plan) -> Rounds:
+def made_rounds(made: Plan) -> Rounds:
     lists: Rounds = [[] for _ in range(made.num_ranks)]
     for m in range(made.num_micro_batches):
         batch = made.micro_batch(m)
@@ -254,12 +254,12 @@ def rounds_of_twin(problem: Problem) -> Rounds:
 @quickly
 @given(problem=problems().map(cut))
 def test_the_plan_is_that_of_the_twin(problem: Problem) -> None:
-    assert rounds_of(problem.plan(STRATEGY)) == rounds_of_twin(problem)
+    assert made_rounds(problem.plan(STRATEGY)) == rounds_of_twin(problem)
 
 
 @pytest.mark.parametrize("problem", fixed_problems()[:4:2])
 def test_larger_batches_are_those_of_the_twin(problem: Problem) -> None:
-    assert rounds_of(problem.plan(STRATEGY)) == rounds_of_twin(problem)
+    assert made_rounds(problem.plan(STRATEGY)) == rounds_of_twin(problem)
 
 
 def rounds_of_the_original(lengths: list[int], ranks: int, tokens_per_rank: int) -> Rounds:
@@ -291,7 +291,7 @@ def test_rounds_are_those_of_the_original(ranks: int) -> None:
         except IndexError:  # it widens a group beyond the last rank
             assert ranks & (ranks - 1)
             continue
-        assert rounds_of(made) == expected
+        assert made_rounds(made) == expected
         compared += 1
     assert compared > 20
 

@@ -1,5 +1,6 @@
 #include "planner/round_balance/round_balance.hpp"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,12 @@ namespace {
 
 // So near to all ranks busy to the end no other plan is looked at.
 constexpr double kNear = 1.005;
+
+// Whether every rank runs a multiple of what a stage runs of one model chunk before the next.
+bool is_grouped(const Problem& problem, const Plan& plan) {
+  const auto rounds = std::count(plan.ranks.begin(), plan.ranks.end(), 0);
+  return rounds % group_size(problem) == 0;
+}
 
 void keep_better(const Problem& problem, Plan plan, Scheduled& best) {
   Scheduled found = scheduled(problem, std::move(plan));
@@ -36,7 +43,10 @@ Plan round_balance(const Problem& problem) {
   const double perfect_s = total_compute_s(problem) / total_speed(problem) /
                            static_cast<double>(problem.pipeline_stages);
   if (best.schedule.makespan_s > kNear * perfect_s) {
-    keep_better(problem, dynamic_cp(problem), best);
+    Plan other = dynamic_cp(problem);
+    if (best.schedule.makespan_s == kInfinity || is_grouped(problem, other)) {
+      keep_better(problem, std::move(other), best);
+    }
   }
   return std::move(best.plan);
 }
