@@ -30,9 +30,7 @@ STRATEGIES = (
     Strategy("naive", "the paper's algorithm 1"),
     Strategy("bytescale", "the paper's algorithm 2", follows_speeds=True),
     Strategy("dynamic-cp", "Megatron-LM's dynamic context parallelism", on_pipelines=True),
-    Strategy(
-        "round-balance", "dynamic-cp's rounds, planned all at once", on_pipelines=True
-    ),
+    Strategy("round-balance", "dynamic-cp's rounds, planned all at once", on_pipelines=True),
     Strategy("dp-balance", "balances ranks", follows_speeds=True),
     Strategy("pp-balance", "balances pipelines", follows_speeds=True, on_pipelines=True),
     Strategy(

@@ -67,6 +67,11 @@ def test_it_is_faster_than_rounds_that_know_nothing_of_each_other(preset: str, s
 
 
 def test_what_some_ranks_lack_they_share_with_neighbours() -> None:
-    # two rounds for five: a rank has two, and two others run one of theirs together
-    made = plan([10] * 5, ranks=4, tokens_per_rank=10, strategy=STRATEGY)
-    assert made_rounds(made) == [[[4], [4], [3], [3]], [[0], [1], [2], [2]]]
+    # the fourth rank needs three rounds for the short ones; the others have two of theirs parted
+    # from one, and a third that two ranks share
+    made = plan([100] * 3 + [10] * 20, ranks=4, tokens_per_rank=100, strategy=STRATEGY)
+    assert made_rounds(made) == [
+        [[21], [21], [22], [22]],
+        [[0], [1], [2], list(range(3, 13))],
+        [[14, 18], [15, 19], [16, 20], [13, 17]],
+    ]

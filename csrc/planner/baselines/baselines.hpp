@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "planner/base/types.hpp"
@@ -44,6 +45,6 @@ Plan bytescale(const Problem& problem);
 Plan dynamic_cp(const Problem& problem);
 
 // Throws std::invalid_argument if no power of two of the ranks holds max_length.
-void require_powers_hold(const Problem& problem);
+void require_powers_hold(const Problem& problem, const std::string& strategy);
 
 }  // namespace hdp

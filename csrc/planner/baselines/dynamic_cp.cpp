@@ -279,12 +279,12 @@ void add_round(const Problem& problem, Waiting& waiting, Plan& plan) {
 
 }  // namespace
 
-void require_powers_hold(const Problem& problem) {
+void require_powers_hold(const Problem& problem, const std::string& strategy) {
   int64_t most = 1;
   while (2 * most <= problem.num_ranks) most *= 2;
   if (room_for(problem, problem.max_length, most) <= problem.tokens_per_rank) return;
   throw std::invalid_argument(
-      "a context of " + std::to_string(problem.max_length) +
+      strategy + ": a context of " + std::to_string(problem.max_length) +
       " tokens does not fit on " + std::to_string(most) + " ranks, the greatest power of two of " +
       std::to_string(problem.num_ranks) + ", at " + std::to_string(problem.tokens_per_rank) +
       " tokens each (a slice of a shared sequence has at least 2 x " +
@@ -292,7 +292,7 @@ void require_powers_hold(const Problem& problem) {
 }
 
 Plan dynamic_cp(const Problem& problem) {
-  require_powers_hold(problem);
+  require_powers_hold(problem, "dynamic-cp");
   Waiting waiting(problem);
   Plan plan;
   while (!waiting.empty()) add_round(problem, waiting, plan);

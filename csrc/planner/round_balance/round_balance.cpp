@@ -31,7 +31,7 @@ void keep_better(const Problem& problem, Plan plan, Scheduled& best) {
 }  // namespace
 
 Plan round_balance(const Problem& problem) {
-  require_powers_hold(problem);
+  require_powers_hold(problem, "round-balance");
   const std::vector<SequenceId> order = longest_first(problem.lengths);
   Scheduled best;
   best.schedule.makespan_s = kInfinity;

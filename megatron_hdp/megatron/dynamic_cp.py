@@ -6,7 +6,7 @@ package runs then.
 
 Example::
 
-    from megatron_hdp.dynamic_cp import install
+    from megatron_hdp.megatron.dynamic_cp import install
 
     install()  # before the training script asks for its data
 """
