@@ -209,18 +209,6 @@ def test_the_job_script_prints_its_commands(folder):
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in all_blocks() if block.language == "python"], ids=lambda b: b.page
-)
-def test_python_runs(block, monkeypatch):
-    from megatron_hdp import plugin
-
-    activated = []
-    monkeypatch.setattr(plugin, "activate", lambda: activated.append(True))
-    exec(compile(block.text, block.page, "exec"), {})
-    assert bool(activated) == ("activate()" in block.text)
-
-
-@pytest.mark.parametrize(
     "block", [block for block in all_blocks() if block.language == "yaml"], ids=lambda b: b.page
 )
 def test_yaml_is_read(block, tmp_path):

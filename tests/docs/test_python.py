@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_hdp import plugin
+from megatron_hdp.megatron import dynamic_cp
 from megatron_hdp.session import TokenBatch
 from megatron_hdp.session.batch import CheckedBatch
 from tests.docs.pages import all_blocks
@@ -12,11 +13,14 @@ BLOCKS = [one for one in all_blocks() if one.language == "python"]
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda one: f"{one.page}-{BLOCKS.index(one)}")
 def test_python_runs(block, monkeypatch, capsys):
-    # it needs a Megatron-LM checkout: tests/test_plugin.py
+    # they need a Megatron-LM checkout: tests/test_plugin.py, tests/megatron/test_dynamic_cp.py
     monkeypatch.setattr(plugin, "activate", lambda: print("activated"))
+    monkeypatch.setattr(dynamic_cp, "install", lambda: print("installed"))
     found = {}
     exec(compile(block.text, block.page, "exec"), found)
-    assert ("activate" in block.text) == ("activated" in capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    for call, note in (("activate()", "activated"), ("install()", "installed")):
+        assert (call in block.text) == (note in printed)
     for batch in [one for one in found.values() if isinstance(one, TokenBatch)]:
         assert CheckedBatch(batch, vocab_size=257, max_length=8192).num_loss_tokens(1).all()
 
