@@ -53,6 +53,7 @@ class RoundScheduler:
         dp_size: int,
         microbatch_group_size_per_vp_stage: int | None = None,
         max_num_seqs: int | None = None,
+        *,
         min_cp_size: int = 1,
         cost_model: CostModel | str | os.PathLike[str] | None = None,
     ) -> None:
@@ -79,7 +80,6 @@ class RoundScheduler:
 
     def plan(self, lengths: Sequence[int]) -> Plan:
         """The plan of samples of these lengths; its ranks stand for `min_cp_size` each."""
-        interleaved = {"pipeline_stages": self._group, "virtual_stages": 2}
         with told_as(_NAMES):
             return plan(
                 lengths,
@@ -87,7 +87,8 @@ class RoundScheduler:
                 ranks=self._ranks,
                 tokens_per_rank=self._capacity,
                 cost_model=self._cost_model,
-                **(interleaved if self._group > 1 else {}),
+                pipeline_stages=self._group,  # rounds are a multiple of it with virtual stages
+                virtual_stages=2 if self._group > 1 else 1,
             )
 
     def get_groups_and_subsamples(self, sample_id_seqlens: SampleLengths) -> list[list[list[int]]]:
@@ -144,12 +145,13 @@ def install(cost_model: CostModel | str | os.PathLike[str] | None = None) -> Non
             "Megatron-LM's dev branch, with --dynamic-context-parallel"
         )
 
-    class HdpScheduler(theirs):  # type: ignore[misc]
+    class HdpScheduler(theirs):
         """Runs like Megatron-LM's, schedules like ours."""
 
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self._rounds = RoundScheduler(*args, cost_model=cost_model, **options)
+        def __init__(self, *mesh: Any, **options: Any) -> None:
+            super().__init__(*mesh, **options)
+            options["cost_model"] = cost_model
+            self._rounds = RoundScheduler(*mesh, **options)
 
         def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> list[list[list[int]]]:
             return self._rounds.get_groups_and_subsamples(sample_id_seqlens)

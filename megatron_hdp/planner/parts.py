@@ -168,8 +168,12 @@ def _between(lengths: Sequence[int], begin: tuple[int, int], end: tuple[int, int
 
 
 def linear_tokens(longest: int, cost_model: CostModel) -> float:
-    """What a token takes besides attention where a sequence is so long, in keys."""
+    """What a token takes besides attention where a sequence is so long, in keys.
+
+    At most 1,024 times the sequence: parts are of equal tokens there, to a thousandth.
+    """
     attention = float(attention_s(np.array([longest]), cost_model)[0])
     linear = (cost_model.linear_s_per_token + cost_model.attention_b) * longest
     squares = attention - cost_model.attention_b * longest
-    return linear * longest / squares if squares > 0 else float(longest) * 1024
+    most = 1024.0 * longest
+    return min(most, linear * longest / squares) if squares > 0 else most

@@ -57,7 +57,7 @@ def test_rounds_are_what_megatron_takes(
 
 def test_a_cost_model_is_one_or_its_file(tmp_path: Path) -> None:
     linear = dataclasses.replace(LLAMA_7B, a=0.0)
-    (tmp_path / "cost.json").write_text(linear.to_json())
+    (tmp_path / "cost.json").write_bytes(linear.to_json())
     samples = list(enumerate(lengths_of(60, 4 * CAPACITY)))
     found = [
         RoundScheduler(CAPACITY, 1, 4, cost_model=cost).get_groups_and_subsamples(samples)
