@@ -167,7 +167,7 @@ def keys_of_part(job: Job, part: Sequence[Layer]) -> float:
 
     K and V, and their float32 gradients, which take the place of what later parts have given back.
     They stay on the device whatever is offloaded, since every later part reads them; 0 where
-    micro-batches run whole.
+    micro-batches run whole. A layer with a window keeps less, if parts are longer than the window.
     """
     travelling = sum(layer.attention.travelling_size for layer in part) * job.runs_parts
     return travelling * (job.value_bytes + _FLOAT32) / job.tensor_ranks
@@ -248,14 +248,14 @@ def ring_bytes(job: Job, layer: Layer) -> float:
     In a layer with a window, whose keys and values are packed behind their halo, half of that; but
     a ring whose sequences fit into the window runs as without one.
 
-    Those of our own ring, which all layers share. TransformerEngine's ring uses no more at a time:
+    Those of our own ring, which all layers share. Where micro-batches run in parts, keys of a part
+    and of those before it are at most those of the micro-batch; queries travel only where that is
+    less. TransformerEngine's ring uses no more at a time:
     its forward three and a half times K and V and two outputs, its backward K, V and their
     gradients twice in the type of the values, when nothing else of a layer is computed. What it has
     freed is counted apart (`gpu.IN_FLIGHT_BYTES`).
     """
     of_ring = 2 * (job.value_bytes + _FLOAT32)
-    if job.runs_parts:  # what earlier parts hold, side by side
-        of_ring += job.value_bytes
     return layer.attention.travelling_size * of_ring / job.tensor_ranks
 
 

@@ -1,17 +1,23 @@
 """Attention of micro-batches that run in parts against full attention in float64."""
 
 import random
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_hdp.planner.cost_model import query_ratio_of
 from megatron_hdp.planner.parts import cut_in_parts
 from megatron_hdp.planner.slices import chunk_tokens
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
-from megatron_hdp.runtime.ring import RingAttention
+from megatron_hdp.runtime.ring import RingAttention, dense, windowed
+from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.parts import EarlierKeys, part_layouts
 from tests.support.ring_cases import (
     HEADS,
+    KV_HEADS,
     SCALE,
     gloo_comm,
     random_sequence,
@@ -26,7 +32,8 @@ HEAD_DIM = 8
 def drawn_case(seed, degree):
     """Lengths of ring sequences and of those on each rank, number of parts, what tokens take."""
     draw = random.Random(seed)
-    sharded = [2 * degree * draw.randint(1, 40) for _ in range(draw.randint(0, 3))]
+    most = draw.choice([3, 40])
+    sharded = [2 * degree * draw.randint(1, most) for _ in range(draw.randint(0, 3))]
     local = [
         [draw.randint(1, 90) for _ in range(draw.randint(0 if sharded else 1, 4))]
         for _ in range(degree)
@@ -52,14 +59,29 @@ def pieces_of_rank(sharded, local, num_parts, linear_tokens, degree, index):
     return parts
 
 
-def errors_in_parts(seeds, has_sink=False, break_it=None):
-    """Body of a rank: the largest error of (out, dq, dk, dv) over its tokens, of each case."""
-    comm = gloo_comm()
+def run_parts(seeds, way=None, window=None, has_sink=False, break_it=None):
+    """Body of a rank: of each case the largest error of (out, dq, dk, dv) and bytes sent.
+
+    Args:
+        seeds: of cases.
+        way: "keys" or "queries" travel, whatever takes fewer bytes.
+        window: tokens that a query sees; None: all before it.
+        has_sink: whether each head has a sink.
+        break_it: "order": the first part goes back first; "halo": is one token short; "lse": that
+            of queries that travel is not merged; "row sums": theirs are left out.
+    """
+    comm, planted = gloo_comm(), PLANTED.get(break_it, ())
+    if way is not None:
+        planted = (*planted, (dense, "queries_travel", lambda *_: way == "queries"))
+    with ExitStack() as stack:
+        for target, name, replacement in planted:
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        return [_run_one(comm, seed, window, has_sink, break_it, way) for seed in seeds]
+
+
+def _run_one(comm, seed, window, has_sink, break_it, is_forced):
     degree, index = comm.group.size(), comm.group.rank()
-    return [_largest_error(comm, degree, index, seed, has_sink, break_it) for seed in seeds]
-
-
-def _largest_error(comm, degree, index, seed, has_sink, break_it):
+    comm.bytes_sent, comm._buffers = 0, {}
     sharded, local, num_parts, linear_tokens = drawn_case(seed, degree)
     attend, keys = RingAttention(CpuFlashKernel()), EarlierKeys()
     wholes = [(n, i) for i, n in enumerate(sharded)]
@@ -73,25 +95,106 @@ def _largest_error(comm, degree, index, seed, has_sink, break_it):
     for layout, (_, rows) in zip(layouts, parts, strict=True):
         q, k, v, dout = (torch.cat([whole[i][one][of] for i, of in rows]) for one in range(4))
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = attend(*inputs, layout, comm, SCALE, sink=sink, earlier=keys)
+        out = attend(*inputs, layout, comm, SCALE, window=window, sink=sink, earlier=keys)
         ran.append((out, inputs, dout, rows))
     for out, _, dout, _ in ran[:: 1 if break_it == "order" else -1]:
         out.backward(dout)
+    assert not keys._of  # what nobody needs again is let go
     errors = []
     for out, inputs, _, rows in ran:
-        expected = [reference(whole[i][:3], whole[i][3], "cpu", of, None, sink) for i, of in rows]
+        expected = [reference(whole[i][:3], whole[i][3], "cpu", of, window, sink) for i, of in rows]
         found = [out.detach(), *(x.grad for x in inputs)]
         for one in range(4):
             errors.append(relative_error(found[one], torch.cat([each[one] for each in expected])))
+    expected_bytes = sum(_bytes_of(layout, window) for layout in layouts)
+    assert comm.bytes_sent == expected_bytes, (seed, comm.bytes_sent, expected_bytes)
+    if window is None and not is_forced:  # by the memory model: twice, and gradients twice
+        held = sum(buffer.numel() for buffer in comm._buffers.values())
+        assert held <= 4 * 2 * KV_HEADS * HEAD_DIM * 8 * max([0, *map(_keys_in_ring, layouts)])
     return max(errors, default=0.0)
+
+
+def _keys_in_ring(layout):
+    """Keys on a member of a part and of those before it."""
+    earlier = layout.earlier.get("ring")
+    return layout.ring_tokens + (earlier.stop if earlier else 0)
+
+
+def _bytes_of(layout, window):
+    """What a member sends for a part in both passes, by the rule or by the window's reach."""
+    tokens, degree = layout.ring_tokens, layout.degree
+    earlier = _keys_in_ring(layout) - tokens
+    key_row = 2 * KV_HEADS * HEAD_DIM * 8
+    if window is None or window >= layout.longest_in_ring:
+        ratio = query_ratio_of(2 * KV_HEADS * HEAD_DIM, *2 * [HEADS * HEAD_DIM], HEADS, 8)
+        if tokens and dense.queries_travel(tokens, earlier, ratio):
+            return (degree - 1) * round(tokens * ratio * 3 * key_row)
+        return 3 * (degree - 1) * (tokens + earlier) * key_row
+    head, tail, rows = layout.index, 2 * degree - 1 - layout.index, 0
+    for half in layout.half_slices:
+
+        def before(place, half=half, held=earlier * degree):
+            return min(window - 1, held + place * half)
+
+        if layout.index + 1 < degree:
+            rows += 2 * before(head + 1) + before(tail)
+        if layout.index > 0:
+            rows += 2 * before(tail + 1) + before(head)
+        earlier = 0
+    return rows * key_row
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 def test_attention_in_parts_equals_full_attention(run_ranks, degree):
-    results = run_ranks(degree, errors_in_parts, range(12), has_sink=degree == 2)
-    assert max(error for errors in results for error in errors) < 1e-12
+    for way in (None, "keys", "queries"):
+        results = run_ranks(degree, run_parts, range(12), way, has_sink=degree == 2)
+        assert max(error for errors in results for error in errors) < 1e-12, way
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_windows_reach_into_parts_before(run_ranks, degree):
+    for window in (2, 9, 40, 300):
+        results = run_ranks(degree, run_parts, range(12), None, window, has_sink=degree == 3)
+        assert max(error for errors in results for error in errors) < 1e-12, window
+
+
+def one_token_too_early(layout, window):
+    """A halo of a part whose tokens are one before those that they should be, if there are."""
+    made, kept = HALO(layout, window), []
+    for stretch, rows in made.kept:
+        off = min(1, rows.start)
+        kept.append((stretch, slice(rows.start - off, rows.stop - off)))
+    return replace(made, kept=tuple(kept))
+
+
+HALO = Halo.of
+BY_OTHERS, GIVEN = dense.DenseAttention._output_of_others, dense._from_backward
+PLANTED = {
+    "halo": ((windowed.Halo, "of", one_token_too_early),),
+    "lse": (
+        (
+            dense.DenseAttention,
+            "_output_of_others",
+            lambda *how: (BY_OTHERS(*how)[0], torch.zeros_like(how[-1][1])),
+        ),
+    ),
+    "row sums": (
+        (
+            dense,
+            "_from_backward",
+            lambda found: GIVEN([found[0], 0 * found[1], *found[2:]]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault, window", [("halo", 9), ("lse", None), ("row sums", None)])
+def test_a_planted_fault_is_seen(run_ranks, fault, window):
+    way = None if window else "queries"
+    results = run_ranks(2, run_parts, range(12), way, window, break_it=fault)
+    assert max(error for errors in results for error in errors) > 1e-3
 
 
 def test_parts_that_go_back_in_another_order_are_refused(run_ranks):
     with pytest.raises(Exception, match="another order"):
-        run_ranks(1, errors_in_parts, range(12), break_it="order")
+        run_ranks(1, run_parts, range(12), break_it="order")
