@@ -17,6 +17,7 @@ from megatron_hdp.megatron.model.router import HdpRouter
 from megatron_hdp.megatron.options import expert_layers_of_chunk
 from megatron_hdp.runtime.kernels import Block
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm
+from megatron_hdp.runtime.ring.dense import DenseAttention
 from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.latent import _Projection
 from tests.gradient_equivalence.case import ACROSS, PP2, TP2_SP, Case, mixed, never_had_chat
@@ -30,6 +31,7 @@ from tests.gradient_equivalence.cases import (
     YARN,
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
+from tests.gradient_equivalence.parted import QUERIES
 from tests.gradient_equivalence.settings import (
     ALONE,
     EXPERT_MODELS,
@@ -74,6 +76,20 @@ def block_without_heads(layout, queries, keys):
     """A ring in which no head chunk is seen as a whole."""
     segments = layout.half_segments
     return layout.tails, layout.tails, Block(segments, segments, causal=False)
+
+
+def with_no_weight(self, blocks, mets, like):
+    """What a part's queries find at others, as if its weights summed to one."""
+    out, lse = OF_OTHERS(self, blocks, mets, like)
+    return out, torch.zeros_like(lse)
+
+
+def kept_one_token_too_early(layout, window):
+    """A halo that keeps for the next part the tokens before those that it sees."""
+    made = HALO(layout, window)
+    off = [(stretch, min(1, rows.start), rows) for stretch, rows in made.kept]
+    kept = [(one, slice(rows.start - by, rows.stop - by)) for one, by, rows in off]
+    return replace(made, kept=tuple(kept))
 
 
 def back_from_one_rank(self, x, in_rank, received):
@@ -178,6 +194,7 @@ def scale_of_the_channels() -> Iterator[None]:
 
 
 FINALIZE, SEEN_HERE, HALO = HdpExecutor._finalize, HdpRouter._seen_here, Halo.of
+OF_OTHERS = DenseAttention._output_of_others
 ROTATION, GRADIENTS = HdpMlaSelfAttention._rotation, _Projection.gradients
 GATHER, BEGIN = last_stage.gather_from_sequence_parallel_region, InterleavedComm.begin
 BACK = Buffer._back
@@ -187,6 +204,7 @@ RING, READ = "megatron_hdp.runtime.ring", "megatron_hdp.data.steps.loaders.read_
 
 _PARTS = Case(2, PP2 | ALONE | {"hdp_sequence_parts": 4}, (), 1)
 _STREAMS = Case(2, {"hdp_tokens_per_rank": 32}, (), 1, streams=16)
+_PARTS_IN_RINGS = Case(4, PP2 | {"hdp_sequence_parts": 4}, (), 1)
 _RINGS = Case(4, {}, ("naive",), 0)
 _MIXTURE = Case(2, {}, plans=0, arguments_of=mixed)
 _POSITIONS = Case(2, YARN, plans=0)
@@ -218,6 +236,15 @@ FAULTS: dict[str, Fault] = {
             (f"{RING}.parts.EarlierKeys.groups", lambda *_: iter(())),
             (f"{RING}.parts.EarlierKeys.add_found", nothing),
         ),
+    ),
+    "parts-queries-log-sum-exp": Fault(
+        _PARTS_IN_RINGS,
+        (*QUERIES, (f"{RING}.dense.DenseAttention._output_of_others", with_no_weight)),
+    ),
+    "parts-halo-too-early": _planted(
+        replace(_PARTS_IN_RINGS, settings=_PARTS_IN_RINGS.settings | SHORT),
+        f"{RING}.windowed.Halo.of",
+        kept_one_token_too_early,
     ),
     "streams-count-twice": _planted(
         _STREAMS,
