@@ -12,9 +12,6 @@
 namespace hdp {
 namespace {
 
-// A ring that takes more of the makespan leaves no room for another one like it.
-constexpr double kMost = 0.5;
-
 // Deals rings to ranks that have run the same rings before: members meet again in backward, so a rank
 // that had less to do before would wait there, too, and could not fill the time: it has one
 // micro-batch for each of theirs.
@@ -32,13 +29,14 @@ class Dealer {
     classes_.push_back(std::move(all));
   }
 
-  // Rings that take most of the time first, then wide ones, so that one mostly finds a class.
-  Seating run(const std::vector<Way>& ways, double makespan_s) {
+  // The rings that take longest come first: they must meet, and behind one that takes long others
+  // give stages work while its first part passes back.
+  Seating run(const std::vector<Way>& ways) {
     std::vector<std::size_t> places(ways.size());
     std::iota(places.begin(), places.end(), std::size_t{0});
     const auto key = [&](std::size_t place) {
       const Way& way = ways[place];
-      return std::make_pair(way.seconds > kMost * makespan_s, way.degree);
+      return std::make_pair(way.seconds, way.degree);
     };
     std::stable_sort(places.begin(), places.end(), [&](std::size_t left, std::size_t right) {
       return key(left) > key(right);
@@ -260,7 +258,7 @@ class Search {
 
   PipelineDraft draft_of(const Tried& tried) const {
     const std::vector<Way> ways = menu_.choose(tried.taste, tried.estimate_s);
-    const Seating seating = Dealer(batch_).run(ways, tried.estimate_s);
+    const Seating seating = Dealer(batch_).run(ways);
     const Shorts shorts(batch_.problem, all_, ways.size());
     Rows rows(index(tried.lead), kNoRound);
     for (std::size_t i = 0; i < seating.rounds.size(); ++i) {
