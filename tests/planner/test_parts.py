@@ -23,6 +23,7 @@ from megatron_hdp.planner.pipeline_evaluation import (
 )
 from megatron_hdp.planner.problem import Problem
 from tests.planner.blocking import one_forward_one_backward
+from tests.planner.problems import Problem as Asked
 from tests.planner.problems import problems, repeatable
 from tests.planner.test_interleaved_execution import with_paddings_named
 from tests.support.random_plans import random_plan
@@ -323,6 +324,13 @@ def test_plans_in_parts_are_sound_and_take_what_they_say(problem, stages, parts)
         found = evaluate(made, problem.model, stages)
         assert made.summary["makespan_s"] == pytest.approx(found.makespan_s, rel=1e-9)
         assert found.lower_bound_s <= found.makespan_s * (1 + 1e-9)
+
+
+def test_a_sequence_that_fits_a_rank_only_by_offload_is_no_short_one():
+    problem = Asked((400, *[50] * 200), 4, 300, 1, "fast host", offload="auto")
+    made = problem.plan("pp-balance", pipeline_stages=2, sequence_parts=8)
+    made.validate(pipeline_stages=2, num_layers=problem.model.num_layers)
+    assert made.parts_of_each.max() > 1
 
 
 @pytest.mark.parametrize(

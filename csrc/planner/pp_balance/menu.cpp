@@ -122,7 +122,8 @@ Menu::Menu(const Batch& batch)
   const std::vector<int64_t> numbers = numbers_of_parts(batch.problem.sequence_parts);
   for (std::size_t place = 0; place < batch.num_big; ++place) {
     const double least_s = pass_s(batch.problem, batch.compute_s(place), numbers.back());
-    if (batch.least[place] == 1 && least_s < kShort * batch.share_s) break;
+    const bool must_be = is_ring(batch.problem, batch.length(place), 1);
+    if (!must_be && least_s < kShort * batch.share_s) break;
     const bool again = place > 0 && batch.length(place) == batch.length(place - 1);
     ways_.push_back(again ? ways_.back() : ways_of(batch, place, numbers));
   }
