@@ -184,6 +184,7 @@ class _Overlay:
 
     def __init__(self, plan: Plan, evaluation: Evaluation, scale: float, offset_s: float) -> None:
         self.details = MicroBatchDetails(plan)
+        self._parts = plan.parts_of_each
         self._scale = scale
         self._offset_s = offset_s
         self._lanes = [lanes_of(plan, evaluation, s) for s in range(evaluation.pipeline_stages)]
@@ -194,6 +195,8 @@ class _Overlay:
         lanes, (bars, offsets) = self._lanes[place.stage], self._by_rank[place.stage]
         for i in bars[offsets[place.hdp_rank] : offsets[place.hdp_rank + 1]].tolist():
             about = self.details.of(int(lanes.micro_batch[i]), place.hdp_rank)
+            if self._parts[lanes.micro_batch[i]] > 1:
+                about = about | {"part": int(lanes.part[i])}
             kind = "micro-batch"
             if len(self._lanes) > 1:
                 kind = BACKWARD if lanes.backward[i] else FORWARD

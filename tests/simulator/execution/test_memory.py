@@ -1,6 +1,7 @@
 """Memory over time: micro-batches between forward and backward, what works, what left."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,17 +73,19 @@ def test_of_a_job_it_is_the_memory_of_check(tokens: int, chunks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "recompute"),
+    ("layers", "changes"),
     [
-        *(((8 // rows,) * rows, None) for rows in (2, 4, 8)),
-        *(((1, 3, 2, 2), recompute) for recompute in (None, "full")),  # two chunks of each stage
+        *(((8 // rows,) * rows, {}) for rows in (2, 4, 8)),
+        # two chunks of each stage
+        *(((1, 3, 2, 2), {"recompute": recompute}) for recompute in (None, "full")),
+        ((4, 4), {"runs_parts": True}),
     ],
 )
 def test_full_micro_batches_take_what_check_says(
-    layers: tuple[int, ...], recompute: str | None
+    layers: tuple[int, ...], changes: dict[str, Any]
 ) -> None:
     chunks = len(layers) // 2
-    job = dataclasses.replace(JOB, model_chunks=chunks, stage_layers=layers, recompute=recompute)
+    job = dataclasses.replace(JOB, model_chunks=chunks, stage_layers=layers, **changes)
     plan = plan_of([[rank] for _ in range(8) for rank in range(4)], lengths=[8192] * 32)
     pipeline, memory = Pipeline(2, chunks), MemoryCosts.of_job(job, 8192)
     run = execute(plan, COSTS, pipeline=pipeline, row_layers=layers, memory=memory)
