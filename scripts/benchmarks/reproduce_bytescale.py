@@ -29,6 +29,13 @@ def main() -> int:
     """Run what the flags say; return an exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", metavar="GLOB", help="only these cells, as JSON to stdout")
+    parser.add_argument(
+        "--sequence-parts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --cells: ours in parts, too",
+    )
     parser.add_argument("--page", action="store_true", help="from the JSON that is there")
     parser.add_argument("--folder", type=Path, default=DOCS, help="default: docs/")
     options = parser.parse_args()
@@ -38,7 +45,7 @@ def main() -> int:
         chosen = fnmatch.filter(names, options.cells)
         if not chosen:
             parser.error(f"--cells {options.cells}: no such cell; there are {', '.join(names)}")
-        cells = [figures_of(names[name], constants) for name in chosen]
+        cells = [figures_of(names[name], constants, options.sequence_parts) for name in chosen]
         print(json.dumps({"constants": asdict(constants), "cells": cells}, indent=1))
         return 0
     path = options.folder / "reproduction.json"

@@ -111,10 +111,11 @@ def step_times_s(
     return times
 
 
-def figures_of(cell: Cell, constants: Constants) -> dict[str, Any]:
+def figures_of(cell: Cell, constants: Constants, sequence_parts: int = 1) -> dict[str, Any]:
     """The cell's entry of the JSON: speed-ups over the static mesh, by the time of all steps.
 
-    A spread is the least and greatest of the seeds. ``bound`` is what no plan exceeds.
+    A spread is the least and greatest of the seeds. ``bound`` is what no plan exceeds. With stages
+    and ``sequence_parts`` above 1 there is ours in parts, too.
     """
     setting = setting_of(cell.row, cell.context, constants)
     times = step_times_s(cell, constants, ("static", *STRATEGIES))
@@ -137,6 +138,16 @@ def figures_of(cell: Cell, constants: Constants) -> dict[str, Any]:
         found[strategy] = round(float(static.sum() / mine.sum()), 3)
         found[f"{strategy}_spread"] = [min(of_seeds), max(of_seeds)]
     found["bound"] = round(float(static.sum() / bound_s(cell, setting)), 3)
+    if sequence_parts > 1 and setting.pipeline.stages > 1:
+        parted = replace(setting, sequence_parts=sequence_parts)
+        batches = [
+            split_at(documents(cell.row.data, seed, step), cell.context)
+            for seed in range(SEEDS)
+            for step in range(BATCHES)
+        ]
+        mine_s = [execution_of(parted, lengths, "auto").step_s for lengths in batches]
+        found["in_parts"] = round(float(static.sum() / sum(mine_s)), 3)
+        found["bound_in_parts"] = round(float(static.sum() / bound_s(cell, parted)), 3)
     return found
 
 
@@ -153,7 +164,10 @@ def bound_s(cell: Cell, setting: Setting) -> float:
         for step in range(BATCHES):
             lengths = split_at(documents(cell.row.data, seed, step), cell.context)
             if stages > 1:
-                total += pipeline_lower_bound_s(lengths, ranks, cost, stages, most_tokens)
+                total += pipeline_lower_bound_s(
+                    *(lengths, ranks, cost, setting.pipeline, most_tokens),
+                    most_parts=setting.sequence_parts,
+                )
             else:
                 total += tight_bound_s(
                     lengths,
