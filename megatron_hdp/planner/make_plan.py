@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from megatron_hdp.nearest import nearest
 from megatron_hdp.planner.bounds import lockstep_bound_s
+from megatron_hdp.planner.choosing_parts import in_parts
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.pipeline_bounds import (
     most_held,
@@ -101,8 +102,10 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
     )
     if (stream_parts := answer["stream_parts"]) is not None:
         made = replace(made, num_parts=np.maximum(stream_parts, 1), streams=stream_parts > 0)
-    planning_ms = (time.perf_counter() - started) * 1e3
     makespan_s, lower_bound_s = answer["makespan_s"], answer["lower_bound_s"]
+    if problem.sequence_parts > 1 and problem.pipeline.chunks > 1 and not shares_experts:
+        made, makespan_s = in_parts(made, problem)
+    planning_ms = (time.perf_counter() - started) * 1e3
     cost_model, size = problem.cost_model, problem.expert_parallel_size
     if stages > 1:
         most_parts = problem.sequence_parts

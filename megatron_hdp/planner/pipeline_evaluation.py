@@ -83,27 +83,25 @@ def _schedule_in_parts(
     plan: Plan, duration_s: Float64Array, pipeline: Pipeline
 ) -> PipelineSchedule:
     """The same of micro-batches in parts of equal time, that pass from stage to stage by parts."""
-    if pipeline.chunks > 1:
-        raise ValueError(
-            f"virtual_stages is {pipeline.chunks}; expected 1 where micro-batches run in parts"
-        )
-    parts = plan.parts_of_each
+    lists = lists_of(plan) if pipeline.chunks == 1 else _lists_of_slots(plan, pipeline)
+    num_padding = max(0, int(lists.micro_batches.max(initial=-1)) + 1 - plan.num_micro_batches)
+    parts = np.append(plan.parts_of_each, np.ones(num_padding, dtype=np.int64))
+    padded_s = np.append(duration_s, np.zeros(num_padding))
     num, begins = int(parts.sum()), np.cumsum(parts) - parts
-    passes = np.multiply.outer(np.array([1.0, 2.0]) / 3, np.repeat(duration_s / parts, parts))
+    passes = np.multiply.outer(np.array([1.0, 2.0]) / 3, np.repeat(padded_s / parts, parts))
     seconds = np.multiply.outer(pipeline.row_weights, passes.ravel()).ravel()
-    waits = waits_of_parts(lists_of(plan), parts, pipeline)
+    waits = waits_of_parts(lists, parts, pipeline)
     starts, finished = longest_paths(waits, seconds)
     if not finished.all():
         raise ValueError(f"deadlock with {pipeline.stages} pipeline stages")
     shaped = starts.reshape(pipeline.rows, 2, num)
     makespan_s = float((starts + seconds).max()) if num else 0.0
+    begins, ends = (one[: plan.num_micro_batches] for one in (begins, begins + parts - 1))
     # backward begins with the last part
-    part_starts_s = shaped[:, 0].copy(), shaped[:, 1].copy()
+    of_plan = slice(0, int(plan.parts_of_each.sum()))
+    part_starts_s = shaped[:, 0, of_plan].copy(), shaped[:, 1, of_plan].copy()
     return PipelineSchedule(
-        part_starts_s[0][:, begins],
-        part_starts_s[1][:, begins + parts - 1],
-        makespan_s,
-        part_starts_s,
+        part_starts_s[0][:, begins], part_starts_s[1][:, ends], makespan_s, part_starts_s
     )
 
 
@@ -115,24 +113,27 @@ def waits_of_parts(lists: RankLists, parts: Int64Array, pipeline: Pipeline) -> W
     it.
     """
     begins, num, num_whole = np.cumsum(parts) - parts, int(parts.sum()), len(parts)
-    ranks = np.repeat(np.arange(len(lists.counts)), 2 * lists.counts)
+    ranks = np.repeat(np.arange(len(lists.counts)), 2 * pipeline.chunks * lists.counts)
     all_of_them, last = np.arange(num), begins + parts - 1
     first, then, is_message = [], [], []
     for stage in range(pipeline.stages):
         order = order_on_stage(lists, num_whole, pipeline, stage)
-        whole, goes_back = order % num_whole, order >= num_whole
+        chunk, operation = np.divmod(order, 2 * num_whole * pipeline.stages)
+        whole, goes_back = operation % num_whole, operation >= num_whole
         counts = parts[whole]
         place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        goes_back, whole = np.repeat(goes_back, counts), np.repeat(whole, counts)
+        chunk, whole = np.repeat(chunk, counts), np.repeat(whole, counts)
+        goes_back = np.repeat(goes_back, counts)
         numbers = np.where(goes_back, num + last[whole] - place, begins[whole] + place)
         of_rank = np.repeat(ranks, counts)
         same_rank = of_rank[1:] == of_rank[:-1]
-        numbers += 2 * stage * num
+        numbers += 2 * (chunk * pipeline.stages + stage) * num
         first.append(numbers[:-1][same_rank])
         then.append(numbers[1:][same_rank])
         is_message.append(np.zeros(len(first[-1]), dtype=np.bool_))
-        forward, backward = 2 * stage * num, (2 * stage + 1) * num
-        if stage + 1 < pipeline.stages:
+    for row in range(pipeline.rows):
+        forward, backward = 2 * row * num, (2 * row + 1) * num
+        if row + 1 < pipeline.rows:
             first += [forward + all_of_them, backward + 2 * num + all_of_them]
             then += [forward + 2 * num + all_of_them, backward + all_of_them]
             is_message.append(np.ones(2 * num, dtype=np.bool_))

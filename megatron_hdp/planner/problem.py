@@ -134,7 +134,7 @@ class Problem:
             offload=self.offload == "auto",
             streams=self.streams,
             effort=self.effort,
-            sequence_parts=self.sequence_parts,
+            sequence_parts=self.sequence_parts if self.pipeline.chunks == 1 else 1,
             linear_tokens=self.linear_tokens,
             expert_ranks=self.expert_parallel_size,
             rank_speeds=np.array(cost.rank_speeds, dtype=np.float64),
@@ -152,10 +152,10 @@ class Problem:
 def _check_parts(sequence_parts: int, pipeline: Pipeline) -> None:
     if sequence_parts < 1:
         raise ValueError(f"sequence_parts is {sequence_parts}; expected at least 1")
-    if sequence_parts > 1 and (pipeline.stages == 1 or pipeline.chunks > 1):
+    if sequence_parts > 1 and pipeline.stages == 1:
         raise ValueError(
-            f"sequence_parts is {sequence_parts} with {pipeline.stages} pipeline stages of "
-            f"{pipeline.chunks} model chunks; expected 1, or several stages of one chunk"
+            f"sequence_parts is {sequence_parts} with {pipeline.stages} pipeline stages; expected "
+            "1, or several stages"
         )
 
 

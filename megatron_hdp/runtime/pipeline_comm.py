@@ -23,7 +23,7 @@ Table: TypeAlias = Sequence[tuple[int, int]]
 """Micro-batch and model chunk of each forward of a stage, in order: places of a rank's list."""
 
 
-class _Arriving:
+class Arriving:
     """What comes from the neighbour, if anything does; the schedule waits for it as a handle."""
 
     def __init__(
@@ -46,7 +46,7 @@ class _Arriving:
         self.wait()
         return self._tensor
 
-    def with_handle(self, name: str) -> tuple[torch.Tensor | None, dict[str, _Arriving]]:
+    def with_handle(self, name: str) -> tuple[torch.Tensor | None, dict[str, Arriving]]:
         """It, perhaps still on its way, and what to wait for.
 
         Of what is sent nothing is given: `_Messages` keeps it until it has left, and Megatron would
@@ -66,7 +66,7 @@ class _Messages:
 
     def exchange(
         self, sent: torch.Tensor | None, to: int, shape: Shape | None, of: int
-    ) -> _Arriving:
+    ) -> Arriving:
         """Begins to send to a stage and to receive from one, as one batch.
 
         Waits for what was sent the time before, so that two stages that send to each other do not
@@ -87,7 +87,7 @@ class _Messages:
             with self._timeline.span(PIPELINE_WAIT):
                 for work, _ in leaving:
                     wait_for_stage(work)
-        return _Arriving(received, works[-1] if shape is not None else None, self._timeline)
+        return Arriving(received, works[-1] if shape is not None else None, self._timeline)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
@@ -109,7 +109,7 @@ class _Circle(_Messages):
         self.expected: Iterator[Shape] = iter(())
         """Shapes of what this rank will receive."""
 
-    def pass_on(self, sent: torch.Tensor | None, receives: bool) -> _Arriving:
+    def pass_on(self, sent: torch.Tensor | None, receives: bool) -> Arriving:
         """Begins to send and to receive."""
         shape = next(self.expected) if receives else None
         return self.exchange(sent, self._to, shape, self._from)

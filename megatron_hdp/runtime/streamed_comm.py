@@ -1,13 +1,15 @@
 """Activations between pipeline stages part by part: a part leaves while the next one is computed.
 
-Megatron's schedule without interleaving decides what runs in which order, and is told nothing of
+Megatron's schedules decide what runs in which order, and are told nothing of
 parts: it asks for an input, hands on an output, and gets and gives placeholders. What stages really
 send passes inside of its forwards and backwards, in the schedule's order.
 
 Activations and gradients have a communicator each, and each pair of neighbours a stream within it
 (messages are not batched), so a message waits for nothing but those before it on its way. Nobody
 waits for what it sends, and what it receives was sent before anything that waits for it, so the
-parts of a schedule that ends, end.
+parts of a schedule that ends, end. With several model chunks the stages form a circle. What passes
+from one end to the other has a stream of its own, too: of two stages that is one more communicator,
+since a pair of ranks has one stream in each.
 """
 
 from __future__ import annotations
@@ -15,13 +17,39 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.runtime.pipeline_comm import One, Shape, Stages, wait_for_stage
+from megatron_hdp.runtime.pipeline_comm import (
+    Arriving,
+    One,
+    Shape,
+    Stages,
+    Table,
+    wait_for_stage,
+)
 from megatron_hdp.runtime.timeline import PIPELINE_WAIT, Timeline
+
+
+class _Link(NamedTuple):
+    """The messages of one kind between this stage and one neighbour, all of them one way."""
+
+    group: dist.ProcessGroup
+    other: int
+    turn: int
+    """When the two connect."""
+
+    def send(self, tensor: torch.Tensor) -> dist.Work:
+        work = dist.isend(tensor, group=self.group, group_dst=self.other)
+        assert work is not None, "this rank is of the group"
+        return work
+
+    def receive(self, tensor: torch.Tensor) -> dist.Work:
+        work = dist.irecv(tensor, group=self.group, group_src=self.other)
+        assert work is not None, "this rank is of the group"
+        return work
 
 
 class _Way:
@@ -29,43 +57,54 @@ class _Way:
 
     Args:
         group: communicator of the pipeline's stages.
+        around: of those between its ends, where stages form a circle; None: they do not.
         step: 1 if they pass to later stages, -1 if to earlier ones.
         like: an empty tensor that they are like but for their shapes.
         timeline: notes what is waited for.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, step: int, like: torch.Tensor, timeline: Timeline
+        self,
+        group: dist.ProcessGroup,
+        around: dist.ProcessGroup | None,
+        step: int,
+        like: torch.Tensor,
+        timeline: Timeline,
     ) -> None:
-        self._group, self._like, self._timeline = group, like, timeline
+        self._like, self._timeline = like, timeline
         stage, stages = group.rank(), group.size()
-        self._to = stage + step if 0 <= stage + step < stages else None
-        self._from = stage - step if 0 <= stage - step < stages else None
+
+        def link(other: int) -> _Link | None:
+            if 0 <= other < stages:
+                return _Link(group, other, min(stage, other) % 2)
+            return None if around is None else _Link(around, other % stages, 2)
+
+        self._to, self._from = link(stage + step), link(stage - step)
         self._expected: Iterator[Shape] = iter(())
         self._coming: deque[tuple[torch.Tensor, dist.Work]] = deque()
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
-        self._connect(stage)
+        self._connect()
 
-    def _connect(self, stage: int) -> None:
+    def _connect(self) -> None:
         """Lets neighbours talk once, pair after pair: NCCL blocks both until they have."""
         token = self._like.new_zeros(1)
-        for parity in (0, 1):
-            for other, call in ((self._to, dist.isend), (self._from, dist.irecv)):
-                if other is not None and min(stage, other) % 2 == parity:
-                    wait_for_stage(call(token, group=self._group, **_peer(call, other)))
+        for turn in (0, 1, 2):
+            if self._to is not None and self._to.turn == turn:
+                wait_for_stage(self._to.send(token))
+            if self._from is not None and self._from.turn == turn:
+                wait_for_stage(self._from.receive(token))
 
     def begin(self, shapes: Sequence[Shape]) -> None:
         """Starts a step in which messages of these shapes come."""
-        self._expected = iter(shapes if self._from is not None else ())
+        self._expected = iter(shapes)
         self._ask()
 
     def _ask(self) -> None:
         shape = next(self._expected, None)
         if shape is not None:
+            assert self._from is not None, "messages come from somewhere"
             tensor = self._like.new_empty(shape)
-            work = dist.irecv(tensor, group=self._group, group_src=self._from)
-            assert work is not None, "this rank is of the group"
-            self._coming.append((tensor, work))
+            self._coming.append((tensor, self._from.receive(tensor)))
 
     def receive(self) -> torch.Tensor:
         """The next message; the one after it is asked for before this one is waited for."""
@@ -77,12 +116,9 @@ class _Way:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Begins to send a message, which must not change any more."""
-        if self._to is None:
-            return
+        assert self._to is not None, "messages go somewhere"
         sent = tensor.detach().contiguous()
-        work = dist.isend(sent, group=self._group, group_dst=self._to)
-        assert work is not None, "this rank is of the group"
-        self._leaving.append((sent, work))
+        self._leaving.append((sent, self._to.send(sent)))
         while len(self._leaving) > 1 and self._leaving[0][1].is_completed():
             self._leaving.popleft()
 
@@ -97,6 +133,13 @@ class _Way:
 class StreamedComm(Stages):
     """Point-to-point traffic of one pipeline whose micro-batches pass in parts.
 
+    Args:
+        groups: communicators of the stages: of activations, of gradients; with several chunks, of
+            either between the pipeline's ends. With more than two stages they may be the same.
+        config: Megatron's model configuration.
+        like: an empty tensor that activations are like but for their shapes.
+        timeline: notes what is waited for.
+
     Attributes:
         activations: messages to later stages.
         gradients: messages to earlier stages.
@@ -104,26 +147,32 @@ class StreamedComm(Stages):
 
     def __init__(
         self,
-        pp_group: dist.ProcessGroup,
-        gradient_group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
         config: Any,
         like: torch.Tensor,
         timeline: Timeline,
     ) -> None:
-        super().__init__(pp_group, config)
-        self._like = like
-        self.activations = _Way(pp_group, 1, like, timeline)
-        self.gradients = _Way(gradient_group, -1, like, timeline)
+        super().__init__(groups[0], config)
+        self._like, self._timeline = like, timeline
+        around = groups[2:] or (None, None)
+        self.activations = _Way(groups[0], around[0], 1, like, timeline)
+        self.gradients = _Way(groups[1], around[1], -1, like, timeline)
 
-    def begin(self, shapes: Sequence[Sequence[Shape]], forward_only: bool) -> None:
+    def begin(self, shapes: Sequence[Sequence[Shape]], table: Table, forward_only: bool) -> None:
         """Starts a step.
 
         Args:
             shapes: of the activations of each part of each micro-batch, in order.
+            table: what this rank runs forward; backward takes chunks from the last to the first.
             forward_only: no gradients come.
         """
-        self.activations.begin(list(chain.from_iterable(shapes)))
-        backwards = () if forward_only else chain.from_iterable(one[::-1] for one in shapes)
+        # backward's first chunk is the last one: nothing comes where the loss is
+        there, back = (
+            [shapes[m] for m, chunk in table if chunk or not is_end]
+            for is_end in (self.is_pp_first_stage, self.is_pp_last_stage)
+        )
+        self.activations.begin(list(chain.from_iterable(there)))
+        backwards = () if forward_only else chain.from_iterable(one[::-1] for one in back)
         self.gradients.begin(list(backwards))
 
     def finish(self) -> None:
@@ -160,5 +209,41 @@ class StreamedComm(Stages):
         return self.recv_forward(_shapes, is_first_stage)
 
 
-def _peer(call: Any, other: int) -> dict[str, int]:
-    return {"group_dst" if call is dist.isend else "group_src": other}
+class StreamedCircle(StreamedComm):
+    """The same for stages of several model chunks, as the interleaved schedule asks for it."""
+
+    def __init__(self, num_model_chunks: int, *args: Any) -> None:
+        super().__init__(*args)
+        self.virtual_pipeline_model_parallel_size = num_model_chunks
+
+    def recv_forward(self, _shape: Any, is_first_stage: bool) -> Any:
+        """A placeholder for the first input of the first chunk; None where tokens enter."""
+        return None if is_first_stage else self.placeholder().requires_grad_()
+
+    def recv_backward(self, _shape: Any, is_last_stage: bool) -> Any:
+        """A placeholder for the first gradient of an output; None where the loss is computed."""
+        return None if is_last_stage else self.placeholder()
+
+    def send_forward_recv_forward(
+        self,
+        output_tensor: torch.Tensor | None,
+        recv_prev: bool,
+        tensor_shape: Any,
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """A placeholder for the next forward's input."""
+        found = self.recv_forward(tensor_shape, not recv_prev)
+        here = Arriving(found, None, self._timeline)
+        return here.with_handle("recv_prev") if overlap_p2p_comm else found
+
+    def send_backward_recv_backward(
+        self,
+        input_tensor_grad: torch.Tensor | None,
+        recv_next: bool,
+        tensor_shape: Any,
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """A placeholder for the gradient of the next backward's output."""
+        found = self.recv_backward(tensor_shape, not recv_next)
+        here = Arriving(found, None, self._timeline)
+        return here.with_handle("recv_next") if overlap_p2p_comm else found

@@ -30,6 +30,7 @@ from tests.gradient_equivalence.settings import (
     every,
     layers,
     recomputing,
+    virtual,
 )
 from tests.support.gradients import EXPERTS
 from tests.support.mla import MLA
@@ -74,6 +75,12 @@ def parted() -> dict[str, Case]:
             "across-recompute": (8, EXPERT_MODELS["qwen2-moe"], dense_last, PP2, ACROSS, RECOMPUTE),
             "tensor": (8, EXPERT_MODELS["glm"], stages, TP2_SP, four, SHARDED),
         }.items()
+    }
+    rows |= {
+        "virtual": (4, virtual(2)),
+        "virtual-recompute-tp2-sp": (8, joined(MHA, virtual(3), TP2_SP, RECOMPUTE)),
+        "virtual-stages-4": (8, joined(MQA, virtual(2, 4), SHARDED)),
+        "virtual-experts": (4, joined(EXPERTS, EXPERT_MODELS["glm"], virtual(2), stages, ACROSS)),
     }
     cases = {
         f"parts/{name}": Case(

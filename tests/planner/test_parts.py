@@ -1,6 +1,7 @@
 """Micro-batches in parts: where they are cut, and how pipelines run them, by workers that block."""
 
 import math
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from megatron_hdp.planner.pipeline_evaluation import (
     waits_of_parts,
 )
 from megatron_hdp.planner.problem import Problem
-from tests.planner.blocking import one_forward_one_backward
+from tests.planner.blocking import interleaved, one_forward_one_backward
 from tests.planner.problems import Problem as Asked
 from tests.planner.problems import problems, repeatable
 from tests.planner.test_interleaved_execution import with_paddings_named
@@ -107,21 +108,22 @@ def test_a_ring_in_parts_takes_what_the_formulas_say():
 
 
 def parts_of(operations, parts, in_order=False):
-    """Pass, micro-batch and part of each: forward in order, backward in reverse."""
+    """Pass, micro-batch, chunk and part of each: forward in order, backward in reverse."""
     found = []
-    for kind, m, _ in operations:
+    for kind, m, chunk in operations:
         places = range(parts[m])
         is_back = kind == "B" and not in_order
-        found += [(kind, m, place) for place in (reversed(places) if is_back else places)]
+        found += [(kind, m, chunk, place) for place in (reversed(places) if is_back else places)]
     return found
 
 
 class Drawn:
     """A random plan in random parts, laid out in slots whose padding has a number of its own."""
 
-    def __init__(self, lengths, ranks, stages, seed):
+    def __init__(self, lengths, ranks, stages, seed, chunks=1):
         made = random_plan(np.array(lengths), ranks=ranks, tokens_per_rank=64, seed=seed)
-        lists = slots(made, aligned=True)
+        self.pipeline = Pipeline(stages, chunks)
+        lists = slots(made, aligned=True, group_size=self.pipeline.group_size)
         self.queues, self.rings = with_paddings_named(made, lists)
         draw = np.random.default_rng(seed)
         num_padding = len(self.rings) - made.num_micro_batches
@@ -129,7 +131,6 @@ class Drawn:
             draw.integers(1, 6, made.num_micro_batches), np.ones(num_padding, dtype=int)
         )
         self.duration_s = draw.uniform(0.5, 2, len(self.rings))
-        self.stages = stages
 
     def expected_s(self):
         """Seconds by the package's own rules of what waits for what."""
@@ -137,10 +138,11 @@ class Drawn:
         lists = RankLists(
             np.concatenate(self.queues).astype(np.int64), np.array([len(q) for q in self.queues])
         )
-        each_s = np.repeat(self.duration_s / parts, parts) / self.stages
-        seconds = np.tile(np.concatenate([each_s / 3, 2 * each_s / 3]), self.stages)
-        waits = waits_of_parts(lists, parts, Pipeline(self.stages))
-        assert len(seconds) == 2 * num * self.stages
+        rows = self.pipeline.rows
+        each_s = np.repeat(self.duration_s / parts, parts) / rows
+        seconds = np.tile(np.concatenate([each_s / 3, 2 * each_s / 3]), rows)
+        waits = waits_of_parts(lists, parts, self.pipeline)
+        assert len(seconds) == 2 * num * rows
         starts, finished = longest_paths(waits, seconds)
         assert finished.all()
         return float((starts + seconds).max())
@@ -149,39 +151,60 @@ class Drawn:
         """Seconds until all workers are done; None if they wait for each other for ever.
 
         A worker is a stage of a rank. It knows its own list, and what it waits for: members of its
-        ring at the same part, and that part on the stage that feeds it.
+        ring at the same part, and the next message of its way from the stage that feeds it, which
+        must be that part. Nobody waits for what it sends.
         """
-        stages, parts = self.stages, self.parts
+        stages, chunks = self.pipeline.stages, self.pipeline.chunks
+        parts, rows = self.parts, self.pipeline.rows
         workers = [(rank, stage) for rank in range(len(self.queues)) for stage in range(stages)]
-        queues = {
-            (rank, stage): parts_of(
-                one_forward_one_backward(self.queues[rank], stage, stages), parts, rank in broken
+        queues = {}
+        for rank, stage in workers:
+            one = self.queues[rank]
+            order = (
+                one_forward_one_backward(one, stage, stages)
+                if chunks == 1
+                else interleaved(one, stage, stages, chunks, stages)
             )
-            for rank, stage in workers
-        }
-        place, free_s, ended_s = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0.0), {}
+            queues[rank, stage] = parts_of(order, parts, rank in broken)
+        place, free_s = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0.0)
+        ways = {(kind, worker): deque() for kind in "FB" for worker in workers}
+        ended_s = {}
         moved = True
         while moved:
             moved = False
             for worker in workers:
                 stage, queue = worker[1], queues[worker]
                 while place[worker] < len(queue):
-                    kind, m, part = operation = queue[place[worker]]
+                    kind, m, chunk, part = operation = queue[place[worker]]
+                    row, step = chunk * stages + stage, 1 if kind == "F" else -1
                     ring = [(member, stage) for member in self.rings[m]]
                     if any(queues[one][place[one] : place[one] + 1] != [operation] for one in ring):
                         break
-                    needed = operation, stage - 1 if kind == "F" else stage + 1
-                    if kind == "B" and stage == stages - 1:
-                        needed = ("F", m, parts[m] - 1), stage
-                    fed_s = 0.0 if needed[1] < 0 else ended_s.get(needed)
-                    if fed_s is None:
-                        break
-                    seconds = self.duration_s[m] / parts[m] / stages
+                    if 0 <= row - step < rows:
+                        incoming = [ways[kind, one] for one in ring]
+                        if not all(incoming):
+                            break
+                        came = [one[0] for one in incoming]
+                        assert all(one[:3] == (m, row, part) for one in came), (came, operation)
+                        fed_s = max(one[3] for one in came)
+                    elif kind == "F":
+                        fed_s = 0.0
+                    else:
+                        fed_s = ended_s.get((m, parts[m] - 1))
+                        if fed_s is None:
+                            break
+                    seconds = self.duration_s[m] / parts[m] / rows
                     seconds *= (1 if kind == "F" else 2) / 3
                     end_s = max([fed_s, *(free_s[one] for one in ring)]) + seconds
-                    ended_s[operation, stage] = end_s
                     for one in ring:
                         free_s[one], place[one] = end_s, place[one] + 1
+                        if 0 <= row - step < rows:
+                            ways[kind, one].popleft()
+                        if 0 <= row + step < rows:
+                            neighbour = one[0], (stage + step) % stages
+                            ways[kind, neighbour].append((m, row + step, part, end_s))
+                        elif kind == "F":
+                            ended_s[m, part] = end_s
                     moved = True
         is_done = all(place[one] == len(queues[one]) for one in workers)
         return max(free_s.values()) if is_done else None
@@ -192,11 +215,22 @@ class Drawn:
     lengths=st.lists(st.integers(1, 120), min_size=1, max_size=30),
     ranks=st.integers(2, 4),
     stages=st.integers(2, 4),
+    chunks=st.integers(1, 3),
     seed=st.integers(0, 10**6),
 )
-def test_pipelines_end_when_the_evaluation_says_so(lengths, ranks, stages, seed):
-    drawn = Drawn(lengths, ranks, stages, seed)
+def test_pipelines_end_when_the_evaluation_says_so(lengths, ranks, stages, chunks, seed):
+    drawn = Drawn(lengths, ranks, stages, seed, chunks)
     assert drawn.run() == pytest.approx(drawn.expected_s(), rel=1e-12)
+
+
+@pytest.mark.slow
+def test_ten_thousand_pipelines_end_when_the_evaluation_says_so():
+    for seed in range(10_000):
+        draw = np.random.default_rng(seed)
+        lengths = draw.integers(1, 120, draw.integers(1, 12))
+        ranks, stages, chunks = (int(draw.integers(*range_)) for range_ in ((2, 5), (2, 5), (1, 4)))
+        drawn = Drawn(lengths, ranks, stages, seed, chunks)
+        assert drawn.run() == pytest.approx(drawn.expected_s(), rel=1e-12), seed
 
 
 def test_the_pass_of_one_micro_batch_is_known_to_the_part():
@@ -208,11 +242,12 @@ def test_the_pass_of_one_micro_batch_is_known_to_the_part():
     assert found.backward_start_s.tolist() == [[7.0], [5.0]] and found.makespan_s == 15.0
 
 
-def test_rings_that_take_parts_in_another_order_hang():
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rings_that_take_parts_in_another_order_hang(chunks):
     """The planted fault: one rank goes back through the parts in their order."""
     stuck = 0
     for seed in range(20):
-        drawn = Drawn([100, 40, 90, 7, 60, 120], 2, 3, seed)
+        drawn = Drawn([100, 40, 90, 7, 60, 120], 2, 3, seed, chunks)
         assert drawn.run() is not None
         stuck += drawn.run(broken={1}) is None
     assert stuck > 0
@@ -338,7 +373,6 @@ def test_a_sequence_that_fits_a_rank_only_by_offload_is_no_short_one():
     [
         ({"sequence_parts": 0, "pipeline_stages": 2}, "sequence_parts is 0"),
         ({"sequence_parts": 4}, "1 pipeline stages"),
-        ({"sequence_parts": 4, "pipeline_stages": 2, "virtual_stages": 2}, "2 model chunks"),
     ],
 )
 def test_senseless_numbers_of_parts_are_refused(changes, message):

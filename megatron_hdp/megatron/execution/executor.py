@@ -42,7 +42,7 @@ from megatron_hdp.runtime.host_to_device import with_arrays_ahead
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm, PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
-from megatron_hdp.runtime.streamed_comm import StreamedComm
+from megatron_hdp.runtime.streamed_comm import StreamedCircle, StreamedComm
 from megatron_hdp.runtime.timeline import (
     BACKWARD,
     FORWARD,
@@ -95,7 +95,8 @@ class HdpExecutor:
     """Executes the micro-batches of one HDP rank.
 
     `chunks` are its parts of the model, in order; one under the plain schedule. With several, or
-    where micro-batches may run in parts, `gradient_group` is one more communicator of the pipeline.
+    where micro-batches may run in parts, `gradient_group` is one more communicator of the pipeline;
+    with both and two stages `more_groups` are another two.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class HdpExecutor:
         fused_loss: bool,
         gradient_group: dist.ProcessGroup | None = None,
         runs_parts: bool = False,
+        more_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.chunks = list(chunks)
         self.place = place
@@ -138,7 +140,12 @@ class HdpExecutor:
             how = config, like, self.timeline
             if runs_parts:
                 assert gradient_group is not None, "parts need a second communicator"
-                self._pipeline = StreamedComm(group, gradient_group, *how)
+                both = (group, gradient_group)
+                if len(chunks) == 1:
+                    self._pipeline = StreamedComm(both, *how)
+                else:
+                    groups = (*both, *(more_groups or both))
+                    self._pipeline = StreamedCircle(len(chunks), groups, *how)
             elif len(chunks) == 1:
                 self._pipeline = PipelineComm(group, *how)
             else:
@@ -305,15 +312,16 @@ class HdpExecutor:
         ]
         groups = ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
         common |= {"p2p_communicator": self._pipeline, "pg_collection": groups}
-        if isinstance(self._pipeline, InterleavedComm):
-            whole = [shape for (shape,) in shapes]
-            self._pipeline.begin(whole, self._table(len(micro_batches)))
+        table = self._table(len(micro_batches))
+        if isinstance(self._pipeline, StreamedComm):
+            self._pipeline.begin(shapes, table, forward_only)
+        elif isinstance(self._pipeline, InterleavedComm):
+            self._pipeline.begin([shape for (shape,) in shapes], table)
+        else:
+            self._pipeline.begin([shape for (shape,) in shapes])
+        if len(self.chunks) > 1:
             forward_backward_pipelining_with_interleaving(**common)
         else:
-            if isinstance(self._pipeline, StreamedComm):
-                self._pipeline.begin(shapes, forward_only)
-            else:
-                self._pipeline.begin([shape for (shape,) in shapes])
             forward_backward_pipelining_without_interleaving(**common)
         if forward_only:
             self._pipeline.finish()

@@ -104,6 +104,8 @@ class _Run:
         model: Any,
     ) -> None:
         self._how, self._step, self._model = how, step, model
+        self._is_first = get_attr_wrapped_model(model, "pre_process")
+        self._is_last = get_attr_wrapped_model(model, "post_process")
         self._is_stream = micro_batch.is_stream
         self._given = zip(
             layouts_of(micro_batch, how.model_pass.place.hdp_rank), parts, strict=True
@@ -127,19 +129,19 @@ class _Run:
 
     def forward(self) -> torch.Tensor:
         """The sum of the loss on the last stage, else a placeholder of the output."""
-        how, place, learns = self._how, self._how.model_pass.place, torch.is_grad_enabled()
+        how, learns = self._how, torch.is_grad_enabled()
         keeps_graphs = learns and not self._is_stream
         step = self._step if keeps_graphs else self._step.without_backward()
         losses = []
         for number, (layout, (micro_batch, tensors)) in enumerate(self._given):
             part = _Part(layout, micro_batch, tensors)
-            if not place.is_first_stage:
+            if not self._is_first:
                 part.received = self._stages.activations.receive()
             if how.config.hidden_dropout and not keeps_graphs:
                 part.random = random._get_all_rng_states()
             with torch.set_grad_enabled(keeps_graphs), self._timed(FORWARD, number):
                 output, num_tokens = self._output_of(part, step)
-            if place.is_last_stage:
+            if self._is_last:
                 losses.append(output.detach())
                 self.num_tokens += num_tokens
             else:
@@ -149,7 +151,7 @@ class _Run:
                 part.output, part.tensors = output, {}
             if learns:
                 self._parts.append(part)
-        if not place.is_last_stage:
+        if not self._is_last:
             return self._stages.placeholder()
         total = torch.stack(losses).sum()
         noted = self._step.losses
@@ -166,7 +168,7 @@ class _Run:
             keys=self._keys if self._has_earlier else None,
             routed=self._routed,
         )
-        if not self._how.model_pass.place.is_last_stage:
+        if not self._is_last:
             return output, self.num_tokens
         output, num_tokens, _ = loss_of(output)
         return output, num_tokens
@@ -182,12 +184,12 @@ class _Run:
 
     def backward(self, gradient: torch.Tensor) -> None:
         """Goes through the parts from the last to the first; `gradient` is that of the loss."""
-        how, place = self._how, self._how.model_pass.place
+        how = self._how
         noted, before = self._step.gradient_norms, len(self._step.gradient_norms)
         while self._parts:
             part, number = self._parts.pop(), len(self._parts)
             output = self._again(part, number) if part.output is None else part.output
-            if not place.is_last_stage:
+            if not self._is_last:
                 gradient = self._stages.gradients.receive()
             with how.grad_sync.held_back(bool(self._parts)), self._timed(BACKWARD, number):
                 if how.config.deallocate_pipeline_outputs and part.output is not None:

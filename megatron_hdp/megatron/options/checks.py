@@ -189,15 +189,11 @@ def _check_parts(args: TrainingArguments) -> None:
         raise no_effect(
             f"--hdp-sequence-parts {args.hdp_sequence_parts}", "--pipeline-model-parallel-size"
         )
-    refused = {
-        "virtual stages": num_model_chunks(args) > 1,
-        f"--hdp-strategy {args.hdp_strategy}": args.hdp_strategy not in _ON_PIPELINES,
-    }
-    found = [name for name, is_found in refused.items() if is_found]
-    if found:
+    if args.hdp_strategy not in _ON_PIPELINES:
         raise OptionError(
-            f"--hdp-sequence-parts {args.hdp_sequence_parts}: found {found[0]}, which does not "
-            "work together with micro-batches in parts: leave one of them out"
+            f"--hdp-sequence-parts {args.hdp_sequence_parts}: found --hdp-strategy "
+            f"{args.hdp_strategy}, which does not work together with micro-batches in parts: leave "
+            "one of them out"
         )
 
 

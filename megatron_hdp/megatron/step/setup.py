@@ -92,7 +92,10 @@ def build_executor(
     gradients = new_gradient_group(arguments) if len(chunks) > 1 or in_parts else None
     kind_of_loss = arguments.hdp_fused_loss
     how = comm, attention.backend, kind_of_loss, gradients
-    return HdpExecutor(chunks, place, *how, runs_parts=in_parts)
+    # a pair of stages has one stream in a communicator, and what goes around another
+    is_pair = in_parts and len(chunks) > 1 and place.num_stages == 2
+    more = [new_gradient_group(arguments) for _ in range(2 * is_pair)]
+    return HdpExecutor(chunks, place, *how, runs_parts=in_parts, more_groups=more)
 
 
 def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:

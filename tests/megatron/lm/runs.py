@@ -41,6 +41,7 @@ OVERLAPPED = [*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"]
 OVERLAPPED += ["--ddp-bucket-size", "5000"]
 RECOMPUTED = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
 RECOMPUTED += ["--recompute-num-layers", "1"]
+IN_PARTS = ["--hdp-sequence-parts", "4"]
 STAGES = ["--pipeline-model-parallel-size", "2"]
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 120), 8, 256).astype(int)
 

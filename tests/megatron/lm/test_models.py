@@ -14,6 +14,7 @@ from megatron.core import package_info
 
 from tests.megatron.lm.runs import (
     HDP,
+    IN_PARTS,
     MARKS,
     MODEL,
     TENSOR,
@@ -73,7 +74,14 @@ class Case:
 
 CASES = {
     "deepseek": Case(DEEPSEEK, {"apart": (2, [*ONE, *ACROSS, *BESIDE])}, 1e-5),
-    "deepseek-stages": Case(DEEPSEEK, {"apart": (4, [*ONE, *ACROSS, *ACROSS_STAGES])}, 1e-5),
+    "deepseek-stages": Case(
+        DEEPSEEK,
+        {
+            "apart": (4, [*ONE, *ACROSS, *ACROSS_STAGES]),
+            "parts": (4, [*ONE, *ACROSS, *ACROSS_STAGES, *IN_PARTS]),
+        },
+        1e-5,
+    ),
     "experts": Case(EXPERTS, {"apart": ACROSS_TENSOR}, 1e-5),
     "gpt-oss": Case(GPT_OSS, {"apart": ACROSS_TENSOR}, 1e-5),
     "windows": Case(WINDOWS, {"two": TWO, "stages": STAGES}, 2e-6, "stock"),

@@ -12,6 +12,7 @@ import pytest
 
 from tests.megatron.lm.runs import (
     HDP,
+    IN_PARTS,
     MARKS,
     MODEL,
     OVERLAPPED,
@@ -49,7 +50,8 @@ SMALL_CHUNKS = [*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"]
 LAYOUT = "--pipeline-model-parallel-layout"
 FROM_ONE = {  # by name: ranks, capacity, flags
     "virtual": (4, 160, [*OVERLAPPED, *RECOMPUTED, *SMALL_CHUNKS]),
-    "parts": (4, 160, [*OVERLAPPED, *STAGES, "--hdp-sequence-parts", "4"]),
+    "parts": (4, 160, [*OVERLAPPED, *STAGES, *IN_PARTS]),
+    "parts tensor": (4, 256, [*OVERLAPPED, *STAGES, *TENSOR, *IN_PARTS]),
     "four stages": (4, 256, [*SHARDED, PIPELINE, "4", *VIRTUAL]),
     "tensor": (4, 256, [*OVERLAPPED, *CHUNKS, *TENSOR]),
     "first": (4, 160, [*SHARDED, *STAGES, "--decoder-first-pipeline-num-layers", "2"]),
@@ -117,7 +119,8 @@ def test_losses_and_states_of_one_rank_from_checkpoints_of_any_layout(more, name
         assert found[tag] == pytest.approx(
             {step: value for step, value in one[tag].items() if step >= steps[0]}, rel=1e-6
         )
-    require_same_states(more, name, "one", iteration=6, rel=1e-5)
+    rel = 5e-5 if "parts" in name else 1e-5  # sums over parts round more
+    require_same_states(more, name, "one", iteration=6, rel=rel)
 
 
 def test_pipelines_ran_different_counts(runs):

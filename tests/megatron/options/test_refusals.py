@@ -96,10 +96,7 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         ("--hdp-sequence-parts 4", "--hdp-sequence-parts 4 has no effect without --pipeline"),
         *(
             (f"--hdp-sequence-parts 4 {PP} --num-layers 8 {more}", f"parts 4: found {found}")
-            for more, found in (
-                (f"{VPP} 2", "virtual stages"),
-                ("--hdp-strategy naive", "--hdp-strategy naive"),
-            )
+            for more, found in (("--hdp-strategy naive", "--hdp-strategy naive"),)
         ),
         (f"--hdp-trace t --hdp-trace-steps 1 {PP} --hdp-strategy naive", "needs --hdp-strategy au"),
         ("--hdp-trace traces --hdp-trace-steps 2-4", "2-4 goes beyond --train-iters 3"),
