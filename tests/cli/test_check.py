@@ -380,6 +380,21 @@ def test_a_node_that_cannot_hold_what_is_offloaded_is_refused(tmp_path, capsys):
     assert main(["check", str(path), "--gpus", "8", "--host-memory", "much"]) == 2
 
 
+def test_streams_are_as_long_as_what_hosts_hold(tmp_path, capsys):
+    """Keys and values of 8 layers, 1,024 values each, and their gradients: 6 bytes a value."""
+    lines = ("seq-length: 4194304", "hdp-long-sequence: stream", "hdp-offload: auto")
+    path = with_lines(tmp_path, *lines, "hdp-global-batch-tokens: 8388608")
+    found = finding(path, 8, host_memory_bytes=1e12)
+    of_token = 8 * 1024 * 6
+    assert found.is_sound and found.streamed_tokens == 2**19
+    assert found.host_bytes >= 2**19 * of_token
+    assert found.longest_stream_tokens == int(0.95e12 / 8 / of_token) * 8
+    (refusal,) = finding(path, 8, host_memory_bytes=100e9).refusals
+    assert "lower --seq-length to" in refusal
+    assert main(["check", str(path), "--gpus", "8", "--host-memory", "1TB"]) == 0
+    assert "longest stream" in capsys.readouterr().out
+
+
 def test_host_memory_is_no_matter_without_offload(tmp_path):
     assert finding(with_lines(tmp_path), 8, host_memory_bytes=1.0).is_sound
 

@@ -18,6 +18,7 @@ from megatron_hdp.planner import CostModel, told_as
 from megatron_hdp.planner.memory import (
     RESERVE,
     Job,
+    kept_of_stream,
     most_tokens_per_rank,
     stage_memories,
     waiting_activations,
@@ -109,7 +110,9 @@ def _plan(
             cost_model = cost_model_of(arguments, job)
             found.warning = cost_model.warning
             setting = run_setting(arguments, job, cost_model)
-            plan_longest(setting, arguments.hdp_strategy)
+            longest = plan_longest(setting, arguments.hdp_strategy)
+            if (longest.is_stream & (longest.offload_ratios > 0)).any():
+                found.streamed_tokens = -(-setting.max_length // len(longest.ranks))
             found.step = plan_step(arguments, job, setting, preset)
     except ValueError as error:
         found.refusals.append(
@@ -124,7 +127,12 @@ def _add_memory(found: Finding, job: Job) -> None:
     memory = found.memory = max(found.stages, key=lambda one: one.total)
     # what a micro-batch has above a capacity's worth waits on the host (equation 3)
     waiting = max(waiting_activations(job, stage) for stage in range(job.stages))
-    found.host_bytes = waiting * (most_tokens - job.tokens_per_rank)
+    found.host_bytes = max(
+        waiting * (most_tokens - job.tokens_per_rank), kept_of_stream(job) * found.streamed_tokens
+    )
+    if job.streams and found.host_memory_bytes is not None:
+        of_gpu = (1 - RESERVE) * found.host_memory_bytes / found.node_gpus
+        found.longest_stream_tokens = int(of_gpu / kept_of_stream(job)) * job.hdp_ranks
     _check_host(found, job)
     usable = found.gpu_memory_bytes - found.reserve_bytes
     if memory.total <= usable:
@@ -150,10 +158,15 @@ def _check_host(found: Finding, job: Job) -> None:
     usable = (1 - RESERVE) * found.host_memory_bytes
     if found.node_host_bytes <= usable:
         return
+    remedy = (
+        f"set --hdp-offload off, or raise --hdp-tokens-per-rank {job.tokens_per_rank:,}, above "
+        "which activations leave"
+    )
+    if found.longest_stream_tokens is not None and found.streamed_tokens:
+        remedy = f"lower --seq-length to {found.longest_stream_tokens:,}, or use more nodes"
     found.refusals.append(
-        f"--hdp-offload auto: {min(found.gpus_per_node, job.num_gpus)} GPUs of a node x "
+        f"--hdp-offload auto: {found.node_gpus} GPUs of a node x "
         f"{found.host_bytes / 1e9:.1f} GB = {found.node_host_bytes / 1e9:,.1f} GB may wait in its "
         f"memory, expected at most {usable / 1e9:,.1f} GB ({found.host_memory_bytes / 1e9:,.1f} "
-        f"less {RESERVE:.0%} reserve): set --hdp-offload off, or raise --hdp-tokens-per-rank "
-        f"{job.tokens_per_rank:,}, above which activations leave"
+        f"less {RESERVE:.0%} reserve): {remedy}"
     )

@@ -41,6 +41,10 @@ class Finding:
     stages: list[StageMemory] = field(default_factory=list)
     host_bytes: float = 0.0
     """Activations of one GPU that wait in host memory, at most."""
+    streamed_tokens: int = 0
+    """Of the longest sequence on a rank, where it streams and what it keeps waits on the host."""
+    longest_stream_tokens: int | None = None
+    """That all ranks can stream, by the memory of nodes; None: they may not, or it is not known."""
     host_memory_bytes: float | None = None
     """Of one node; None: not known, and so not checked."""
     gpus_per_node: int = 8
@@ -67,7 +71,12 @@ class Finding:
     @property
     def node_host_bytes(self) -> float:
         """What the GPUs of one node have in its memory, at most."""
-        return self.host_bytes * min(self.gpus_per_node, self.num_gpus)
+        return self.host_bytes * self.node_gpus
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of one node that are used."""
+        return min(self.gpus_per_node, self.num_gpus)
 
 
 def best_of(tried: Sequence[Tried], own: int) -> int | None:

@@ -149,10 +149,16 @@ def _step_lines(finding: Finding) -> list[str]:
             f"  all-to-all          {step.exchanged_bytes / job.num_gpus / 1e9:,.1f} GB a GPU "
             "go to experts and back, not in the step time"
         )
+    if finding.longest_stream_tokens is not None:
+        lines.append(
+            f"  longest stream      {finding.longest_stream_tokens:,} tokens: keys, values and "
+            "their gradients fill the hosts"
+        )
     if finding.host_bytes:
+        most = max(finding.streamed_tokens, step.most_tokens)
         lines.append(
             f"  host memory         {finding.host_bytes / 1e9:.1f} GB a GPU at most, up to "
-            f"{step.most_tokens:,} tokens on a rank"
+            f"{most:,} tokens on a rank"
         )
         node = f"{finding.node_host_bytes / 1e9:,.1f} GB a node of {finding.gpus_per_node} GPUs"
         known = finding.host_memory_bytes

@@ -173,6 +173,15 @@ def keys_of_part(job: Job, part: Sequence[Layer]) -> float:
     return travelling * (job.value_bytes + _FLOAT32) / job.tensor_ranks
 
 
+def kept_of_stream(job: Job) -> float:
+    """Bytes on a GPU of one token of a stream between its first forward and its backward.
+
+    K and V of all layers and their float32 gradients, on the device or on the host: as the last
+    part goes back, all earlier ones have both. Tokens and labels are not counted.
+    """
+    return keys_of_part(replace(job, runs_parts=True), job.shape.layers)
+
+
 def kept_of_further(job: Job) -> float:
     """Bytes of one token that layers of further tokens hold between forward and backward.
 
@@ -256,6 +265,8 @@ def ring_bytes(job: Job, layer: Layer) -> float:
     freed is counted apart (`gpu.IN_FLIGHT_BYTES`).
     """
     of_ring = 2 * (job.value_bytes + _FLOAT32)
+    if job.streams:  # what comes from the host: keys and sums of a group, and of the next one
+        of_ring += 2 * (job.value_bytes + _FLOAT32)
     return layer.attention.travelling_size * of_ring / job.tensor_ranks
 
 

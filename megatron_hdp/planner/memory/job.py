@@ -43,6 +43,8 @@ class Job:
     tokens_per_rank: int
     runtime_bytes: float | None = None
     """What PyTorch does not count, as measured on a GPU: CUDA, libraries, NCCL; None: not known."""
+    streams: bool = False
+    """Whether sequences may run as streams, whose keys and values may wait on the host."""
     runs_parts: bool = False
     """Whether micro-batches run in parts, whose keys and values later parts see."""
 
