@@ -55,7 +55,9 @@ ROOMS: dict[str, set[str]] = {
     "runtime/health": {"runtime"},
     "runtime/kernels": {"runtime"},
     "runtime/offload": {"runtime"},
-    "runtime/ring": {"planner", "planner/memory", "runtime", "runtime/kernels"},
+    "runtime/ring": {
+        *{"planner", "planner/memory", "runtime", "runtime/kernels", "runtime/offload"},
+    },
     "runtime/attention": {"runtime", "runtime/kernels", "runtime/ring"},
     "runtime/loss": {"runtime", "runtime/ring"},
     "megatron/options": {"planner"},

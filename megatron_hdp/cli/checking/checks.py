@@ -112,7 +112,7 @@ def _plan(
             setting = run_setting(arguments, job, cost_model)
             longest = plan_longest(setting, arguments.hdp_strategy)
             if (longest.is_stream & (longest.offload_ratios > 0)).any():
-                found.streamed_tokens = -(-setting.max_length // len(longest.ranks))
+                found.streamed_tokens = -(-int(longest.lengths[0]) // len(longest.ranks))
             found.step = plan_step(arguments, job, setting, preset)
     except ValueError as error:
         found.refusals.append(

@@ -247,13 +247,25 @@ class HdpExecutor:
         Others may be in a ring with this rank already: their devices wait for its part, not its for
         theirs.
         """
-        loads = [(len(one.tokens), one.offload_ratio) for one in micro_batches]
+        loads = [(len(one.tokens), one.offload_ratio) for one in micro_batches if not one.is_stream]
         # between forward and backward: with several chunks a group may be in its last one and the
         # next group in its first
         stages = self.place.num_stages
         most_alive = stages - self.place.stage if len(self.chunks) == 1 else 2 * stages
         with self.timeline.noted(HOST_MEMORY):
             self.offload.reserve(loads, most_alive)
+            for one in micro_batches:  # one at a time is between forward and backward
+                if one.is_stream and one.offload_ratio > 0:
+                    self._reserve_for_stream(one)
+
+    def _reserve_for_stream(self, micro_batch: RankMicroBatch) -> None:
+        """Room for keys, values and the sums of their gradients, of all layers and parts."""
+        config = self._config
+        values = config.kv_channels * config.num_query_groups // self.place.num_tensor_ranks
+        sums = torch.promote_types(config.params_dtype, torch.float32).itemsize
+        of_token = 2 * len(self.layers) * values * (config.params_dtype.itemsize + sums)
+        largest = max(len(part.tokens) for part in micro_batch.in_parts())
+        self.offload.pool.reserve(of_token * len(micro_batch.tokens), values * sums * largest)
 
     def activation_bytes_per_token(self) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, routed_of
 from megatron_hdp.megatron.parallel import compute_device
-from megatron_hdp.runtime.ring import EarlierKeys, TokenLayout, part_layouts
+from megatron_hdp.runtime.ring import EarlierKeys, HostKeys, TokenLayout, part_layouts
 from megatron_hdp.runtime.streamed_comm import StreamedComm
 from megatron_hdp.runtime.timeline import BACKWARD, FORWARD
 
@@ -113,7 +114,9 @@ class _Run:
         self._parts: list[_Part] = []
         self._has_earlier = len(micro_batch.parts) > 1
         self.num_tokens = torch.zeros((), dtype=torch.int, device=compute_device())
-        self._keys: defaultdict[int, EarlierKeys] = defaultdict(EarlierKeys)
+        is_on_host = self._is_stream and micro_batch.offload_ratio > 0
+        keys = partial(HostKeys, how.model_pass.offload) if is_on_host else EarlierKeys
+        self._keys: defaultdict[int, EarlierKeys] = defaultdict(keys)
         self._routed = routed_of(micro_batch)
 
     @property

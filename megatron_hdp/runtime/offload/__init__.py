@@ -8,8 +8,8 @@ Design: `docs/design/offload.md`.
 """
 
 from megatron_hdp.runtime.offload.activation_offload import ActivationOffload
-from megatron_hdp.runtime.offload.copies import select_copy_engine
+from megatron_hdp.runtime.offload.copies import Copy, select_copy_engine
 from megatron_hdp.runtime.offload.saved_bytes import saved_bytes
 from megatron_hdp.runtime.offload.stash import MicroBatchStash
 
-__all__ = ["ActivationOffload", "MicroBatchStash", "saved_bytes", "select_copy_engine"]
+__all__ = ["ActivationOffload", "Copy", "MicroBatchStash", "saved_bytes", "select_copy_engine"]

@@ -37,6 +37,7 @@ class ActivationOffload:
 
     Attributes:
         pool: the host memory.
+        copies: what goes there and back.
         need: what is known of the host memory that micro-batches want.
         offloaded_bytes: what went to the host; whoever reads it may set it to 0.
     """
@@ -52,6 +53,7 @@ class ActivationOffload:
     ) -> None:
         self.pool = pool or HostPool(pin=device.type == "cuda")
         self.need = HostNeed(len(layers), num_parts)
+        self.copies = select_copy_engine(device, timeline or Timeline())
         self.offloaded_bytes = 0
         self._layers = layers
         self._parameters = parameters
@@ -59,7 +61,7 @@ class ActivationOffload:
             num_layers=len(layers),
             device=device,
             pool=self.pool,
-            copies=select_copy_engine(device, timeline or Timeline()),
+            copies=self.copies,
         )
 
     def reserve(self, loads: Sequence[tuple[int, float]], most_alive: int = 1) -> None:

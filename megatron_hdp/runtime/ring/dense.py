@@ -215,6 +215,8 @@ class DenseAttention:
         layout = self.layout
         if not isinstance(layout, PartLayout) or not layout.ring_slices:
             return False
+        if self.earlier is not None and self.earlier.in_groups:
+            return False  # they would go around once for each group
         per_token = sum(one[0].numel() for one in keys)
         size, dim = q[0].numel(), self.source.value_dim(keys)
         ratio = query_ratio_of(per_token, size, q.shape[1] * dim, q.shape[1], q.element_size())

@@ -133,6 +133,9 @@ class EarlierKeys:
     Those of a sequence lie one behind another, in tensors that the first of its parts makes.
     """
 
+    in_groups = False
+    """Whether `groups` gives what earlier parts hold piece by piece."""
+
     def __init__(self) -> None:
         self._of: dict[tuple[str | int, ...], _Kept] = {}
 
@@ -179,14 +182,19 @@ class EarlierKeys:
             RuntimeError: the part behind has not run backward just before.
         """
         kept = self._of[stretch.key]
-        if kept.found_for != stretch.stop:
-            raise RuntimeError(
-                "parts run backward in another order than from the last to the first: expected "
-                f"gradients of {stretch.stop} tokens of a sequence, found {kept.found_for}"
-            )
+        self.require_order(kept.found_for, stretch)
         if stretch.first == 0:
             del self._of[stretch.key]
         return tuple(one[stretch.first : stretch.stop] for one in kept.gradients)
+
+    @staticmethod
+    def require_order(found_for: int, stretch: Stretch) -> None:
+        """Raises RuntimeError unless the part behind has found gradients last."""
+        if found_for != stretch.stop:
+            raise RuntimeError(
+                "parts run backward in another order than from the last to the first: expected "
+                f"gradients of {stretch.stop} tokens of a sequence, found {found_for}"
+            )
 
     def add_found(self, layout: PartLayout, *gradients: torch.Tensor) -> None:
         """Adds, in place, what later parts found for the keys of this one."""

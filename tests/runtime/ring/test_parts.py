@@ -12,7 +12,8 @@ from megatron_hdp.planner.cost_model import query_ratio_of
 from megatron_hdp.planner.parts import cut_in_parts
 from megatron_hdp.planner.slices import chunk_tokens
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
-from megatron_hdp.runtime.ring import RingAttention, dense, windowed
+from megatron_hdp.runtime.offload import ActivationOffload
+from megatron_hdp.runtime.ring import HostKeys, RingAttention, dense, windowed
 from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.parts import EarlierKeys, part_layouts
 from tests.support.ring_cases import (
@@ -64,7 +65,7 @@ def run_parts(seeds, way=None, window=None, has_sink=False, break_it=None):
 
     Args:
         seeds: of cases.
-        way: "keys" or "queries" travel, whatever takes fewer bytes.
+        way: "keys" or "queries" travel, whatever takes fewer bytes; "host": keys wait there.
         window: tokens that a query sees; None: all before it.
         has_sink: whether each head has a sink.
         break_it: "order": the first part goes back first; "halo": is one token short; "lse": that
@@ -83,7 +84,9 @@ def _run_one(comm, seed, window, has_sink, break_it, is_forced):
     degree, index = comm.group.size(), comm.group.rank()
     comm.bytes_sent, comm._buffers = 0, {}
     sharded, local, num_parts, linear_tokens = drawn_case(seed, degree)
-    attend, keys = RingAttention(CpuFlashKernel()), EarlierKeys()
+    attend = RingAttention(CpuFlashKernel())
+    offload = ActivationOffload([], torch.device("cpu"), lambda: iter(()))
+    keys = HostKeys(offload) if is_forced == "host" else EarlierKeys()
     wholes = [(n, i) for i, n in enumerate(sharded)]
     wholes += [(n, 100 + 10 * index + i) for i, n in enumerate(local[index])]
     whole = [random_sequence(*one, HEAD_DIM, torch.float64, HEAD_DIM) for one in wholes]
@@ -99,7 +102,7 @@ def _run_one(comm, seed, window, has_sink, break_it, is_forced):
         ran.append((out, inputs, dout, rows))
     for out, _, dout, _ in ran[:: 1 if break_it == "order" else -1]:
         out.backward(dout)
-    assert not keys._of  # what nobody needs again is let go
+    assert not keys._of and not offload.pool.used_bytes  # what nobody needs again is let go
     errors = []
     for out, inputs, _, rows in ran:
         expected = [reference(whole[i][:3], whole[i][3], "cpu", of, window, sink) for i, of in rows]
@@ -142,6 +145,12 @@ def _bytes_of(layout, window):
             rows += 2 * before(tail + 1) + before(head)
         earlier = 0
     return rows * key_row
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+def test_keys_wait_on_the_host(run_ranks, degree):
+    results = run_ranks(degree, run_parts, range(8), "host")
+    assert max(error for errors in results for error in errors) < 1e-12
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])

@@ -1,0 +1,158 @@
+"""Keys and values of a stream's parts that wait in host memory, with the sums of their gradients.
+
+They come to the device a part at a time, the next one's on its way while one is used: however many
+parts there are, the device holds those of two.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_hdp.runtime.offload import ActivationOffload, Copy
+from megatron_hdp.runtime.ring.parts import EarlierKeys, Group, PartLayout, Stretch
+from megatron_hdp.runtime.ring.travelling import wide_type
+
+_UNDER_WAY = 4
+"""Tensors whose way to the host compute does not wait for yet; they stay on the device so long."""
+
+
+class HostTensor:
+    """A tensor whose values wait in host memory.
+
+    Args:
+        tensor: on the device; nobody changes it any more.
+        offload: whose memory and copies it uses.
+    """
+
+    def __init__(self, tensor: torch.Tensor, offload: ActivationOffload) -> None:
+        self._offload, self._shape, self._dtype = offload, tensor.shape, tensor.dtype
+        self._device = tensor.device
+        self._source: torch.Tensor | None = tensor.contiguous()
+        source = self._source.flatten().view(torch.uint8)
+        self._on_host = offload.pool.take(len(source))
+        self._leaving: Copy | None = offload.copies.to_host(self._on_host.tensor, source)
+        self._arriving: tuple[torch.Tensor, Copy] | None = None
+
+    def let_go(self) -> None:
+        """Forgets the device's copy; compute waits until the host has it."""
+        if self._leaving is not None:
+            self._leaving()
+            self._leaving = self._source = None
+
+    def fetch(self) -> None:
+        """Starts the way back, unless it has begun."""
+        if self._arriving is None:
+            self.let_go()
+            found = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            memory = found.flatten().view(torch.uint8)
+            self._arriving = found, self._offload.copies.to_device(memory, self._on_host.tensor)
+
+    def take(self) -> torch.Tensor:
+        """The values on the device; compute waits until they are there."""
+        self.fetch()
+        assert self._arriving is not None, "it is on its way"
+        (found, arrive), self._arriving = self._arriving, None
+        arrive()
+        return found
+
+    def __del__(self) -> None:
+        # the next user of the host memory is ordered after what compute has waited for
+        if getattr(self, "_leaving", None) is not None:
+            self.let_go()
+        if getattr(self, "_arriving", None) is not None:
+            self.take()
+        if hasattr(self, "_on_host"):
+            self._offload.pool.give_back(self._on_host)
+
+
+@dataclass
+class _Piece:
+    """What one part keeps."""
+
+    stretch: Stretch
+    keys: list[HostTensor]
+    sums: list[HostTensor] = field(default_factory=list)
+
+    def fetch(self) -> None:
+        """Starts the way of its keys and values to the device."""
+        for one in self.keys:
+            one.fetch()
+
+
+class HostKeys(EarlierKeys):
+    """`EarlierKeys` in host memory: a group a part.
+
+    Args:
+        offload: whose memory and copies they use.
+    """
+
+    in_groups = True
+
+    def __init__(self, offload: ActivationOffload) -> None:
+        super().__init__()
+        self._offload = offload
+        self._pieces: dict[tuple[str | int, ...], dict[int, _Piece]] = {}
+        self._found_for: dict[tuple[str | int, ...], int] = {}
+        self._under_way: deque[weakref.ref[HostTensor]] = deque()
+
+    def put(self, stretch: Stretch, *keys: torch.Tensor) -> None:
+        """Keeps a copy of a stretch; it stays as it is where it is computed again."""
+        pieces = self._pieces.setdefault(stretch.key, {})
+        if stretch.first not in pieces:
+            pieces[stretch.first] = _Piece(stretch, [self._sent(one.detach()) for one in keys])
+
+    def groups(self, layout: PartLayout, kind: str) -> Iterator[Group]:
+        """What earlier parts hold here of what continues, part by part."""
+        stretch = layout.earlier.get(kind)
+        if stretch is None:
+            return
+        pieces = [
+            piece
+            for first, piece in sorted(self._pieces[stretch.key].items())
+            if first < stretch.stop
+        ]
+        for piece, behind in zip(pieces, [*pieces[1:], None], strict=True):
+            piece.fetch()
+            if behind is not None:
+                behind.fetch()
+            yield Group(piece.stretch, tuple(one.take() for one in piece.keys))
+
+    def add(self, stretch: Stretch, *gradients: torch.Tensor) -> None:
+        """Adds to the gradients of a group."""
+        pieces = self._pieces[stretch.key]
+        piece = pieces[stretch.first]
+        if piece.sums:
+            totals = [one.take() for one in piece.sums]
+            for total, gradient in zip(totals, gradients, strict=True):
+                total += gradient
+        else:
+            totals = [one.to(wide_type(one), copy=True) for one in gradients]
+        piece.sums = [self._sent(total) for total in totals]
+        self._found_for[stretch.key] = stretch.stop
+        behind = pieces.get(stretch.stop)  # whose sums are wanted next, by `add` or by `take`
+        for one in behind.sums if behind is not None else ():
+            one.fetch()
+
+    def take(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
+        """What later parts have found for a stretch, which nobody needs again.
+
+        Raises:
+            RuntimeError: the part behind has not run backward just before.
+        """
+        self.require_order(self._found_for.get(stretch.key, -1), stretch)
+        return tuple(one.take() for one in self._pieces[stretch.key].pop(stretch.first).sums)
+
+    def _sent(self, tensor: torch.Tensor) -> HostTensor:
+        sent = HostTensor(tensor, self._offload)
+        self._offload.offloaded_bytes += tensor.nbytes
+        self._under_way.append(weakref.ref(sent))
+        while len(self._under_way) > _UNDER_WAY:
+            one = self._under_way.popleft()()
+            if one is not None:
+                one.let_go()
+        return sent
