@@ -7,7 +7,7 @@ neighbouring stages work on parts of one micro-batch at the same time.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -115,7 +115,8 @@ class _Run:
         self._has_earlier = len(micro_batch.parts) > 1
         self.num_tokens = torch.zeros((), dtype=torch.int, device=compute_device())
         is_on_host = self._is_stream and micro_batch.offload_ratio > 0
-        keys = partial(HostKeys, how.model_pass.offload) if is_on_host else EarlierKeys
+        on_host = partial(HostKeys, how.model_pass.offload, deque())
+        keys = on_host if is_on_host else EarlierKeys
         self._keys: defaultdict[int, EarlierKeys] = defaultdict(keys)
         self._routed = routed_of(micro_batch)
 

@@ -1,7 +1,7 @@
 """Keys and values of a stream's parts that wait in host memory, with the sums of their gradients.
 
-They come to the device a part at a time, the next one's on its way while one is used: however many
-parts there are, the device holds those of two.
+They come to the device a layer and part at a time, the next part's on their way while those of one
+are used: however many layers and parts there are, the device holds those of one layer and two.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -19,6 +20,9 @@ from megatron_hdp.runtime.ring.travelling import wide_type
 
 _UNDER_WAY = 4
 """Tensors whose way to the host compute does not wait for yet; they stay on the device so long."""
+
+Leaving: TypeAlias = "deque[weakref.ref[HostTensor]]"
+"""What is on its way to the host, of all layers."""
 
 
 class HostTensor:
@@ -89,16 +93,16 @@ class HostKeys(EarlierKeys):
 
     Args:
         offload: whose memory and copies they use.
+        leaving: one for all layers, so that the device holds what leaves of one or two.
     """
 
     in_groups = True
 
-    def __init__(self, offload: ActivationOffload) -> None:
+    def __init__(self, offload: ActivationOffload, leaving: Leaving) -> None:
         super().__init__()
-        self._offload = offload
+        self._offload, self._leaving = offload, leaving
         self._pieces: dict[tuple[str | int, ...], dict[int, _Piece]] = {}
         self._found_for: dict[tuple[str | int, ...], int] = {}
-        self._under_way: deque[weakref.ref[HostTensor]] = deque()
 
     def put(self, stretch: Stretch, *keys: torch.Tensor) -> None:
         """Keeps a copy of a stretch; it stays as it is where it is computed again."""
@@ -150,9 +154,9 @@ class HostKeys(EarlierKeys):
     def _sent(self, tensor: torch.Tensor) -> HostTensor:
         sent = HostTensor(tensor, self._offload)
         self._offload.offloaded_bytes += tensor.nbytes
-        self._under_way.append(weakref.ref(sent))
-        while len(self._under_way) > _UNDER_WAY:
-            one = self._under_way.popleft()()
+        self._leaving.append(weakref.ref(sent))
+        while len(self._leaving) > _UNDER_WAY:
+            one = self._leaving.popleft()()
             if one is not None:
                 one.let_go()
         return sent

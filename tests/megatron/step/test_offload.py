@@ -17,7 +17,8 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner import CostModel, make_plan
-from megatron_hdp.planner.memory import keys_of_part
+from megatron_hdp.planner.memory import kept_of_stream, keys_of_part
+from megatron_hdp.planner.memory.activations import ring_bytes
 from megatron_hdp.runtime.offload.host_pool import HostPool
 from megatron_hdp.runtime.timeline import Timeline
 from tests.gradient_equivalence.case import LENGTHS, ROOM
@@ -169,10 +170,11 @@ def test_the_memory_model_predicts_the_peak_within_5_percent(run_ranks, tmp_path
     assert found[-1][1] < 0.6 * found[2][1]
 
 
-def in_parts(num_parts, ratio):
+def in_parts(num_parts, ratio, is_stream=False):
     """One sequence in parts of 256 tokens."""
     parts = [(0, 1, False, number > 0, 0) for number in range(num_parts)]
     held = {"local_lengths": (256,) * num_parts, "parts": parts, "offload_ratio": ratio}
+    held["is_stream"] = is_stream
     micro_batch = replace(padding_micro_batch(0, 256 * num_parts), **held)
     micro_batch.loss_mask[:] = True
     return micro_batch
@@ -220,3 +222,42 @@ def test_what_parts_hold_is_what_the_memory_model_says(run_ranks, tmp_path):
         held = (8 - ratio * 6) * saved
         most = held + 2 * keys + 4 * 8 * arguments.hidden_size
         assert 0.95 * (held + keys) < measured < 1.05 * most, (ratio, saved, keys, measured)
+
+
+def peaks_of_streams(arguments, cases):
+    """The peak of each (parts, ratio); of several parts as a stream, of one as it is."""
+    parallel.initialise(arguments)
+    gpt = building.build_gpt(arguments, VOCABULARY)
+    executor = setup.build_executor(arguments, [gpt], Timeline())
+    executor.run([in_parts(max(cases)[0], 1.0, is_stream=True)], 1)  # host memory is there then
+    there = [slab.memory for slab in executor.offload.pool._slabs]
+    there += [one for parameter in gpt.parameters() for one in (parameter, parameter.main_grad)]
+    found = {}
+    for num_parts, ratio in cases:
+        with LiveMemory(there) as memory:
+            executor.run([in_parts(num_parts, ratio, is_stream=num_parts > 1)], 1)
+        found[num_parts, ratio] = memory.peak
+    assert not executor.offload.pool.num_late, "host memory was asked for inside of a forward"
+    return found
+
+
+@pytest.mark.slow
+def test_streams_hold_one_part_and_what_the_memory_model_says(run_ranks, tmp_path):
+    """Beside it keys and their sums of earlier parts; where these wait on the host, groups of them.
+
+    Five integers and a mask of every token are there throughout: the model does not count them.
+    """
+    shape = {"num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 160, "kv_channels": 16}
+    shape |= dict.fromkeys(("seq_length", "max_position_embeddings"), 4096)
+    arguments = tiny_arguments(write_corpus(tmp_path, [64]), fp64=False, **shape)
+    job, numbers = job_of(arguments, 1, VOCABULARY), (4, 8, 16)
+    cases = [(1, 0.0), *((number, ratio) for number in numbers for ratio in (0.0, 1.0))]
+    peaks = run_ranks(1, peaks_of_streams, arguments, cases)[0]
+    layer = job.shape.layers[0]
+    of_groups = ring_bytes(replace(job, streams=True), layer) - ring_bytes(job, layer)
+    for number in numbers:
+        earlier = 256 * (number - 1)
+        beside = {ratio: peaks[number, ratio] - peaks[1, 0.0] - 41 * earlier for ratio in (0, 1)}
+        assert 1 <= beside[0] / (earlier * kept_of_stream(job)) < 1.05, (number, beside)
+        assert 0 < beside[1] < 256 * of_groups, (number, beside)
+    assert abs(beside[1] - (peaks[4, 1.0] - peaks[1, 0.0] - 41 * 256 * 3)) < 0.01 * peaks[1, 0.0]

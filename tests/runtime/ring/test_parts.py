@@ -1,6 +1,7 @@
 """Attention of micro-batches that run in parts against full attention in float64."""
 
 import random
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
@@ -86,7 +87,7 @@ def _run_one(comm, seed, window, has_sink, break_it, is_forced):
     sharded, local, num_parts, linear_tokens = drawn_case(seed, degree)
     attend = RingAttention(CpuFlashKernel())
     offload = ActivationOffload([], torch.device("cpu"), lambda: iter(()))
-    keys = HostKeys(offload) if is_forced == "host" else EarlierKeys()
+    keys = HostKeys(offload, deque()) if is_forced == "host" else EarlierKeys()
     wholes = [(n, i) for i, n in enumerate(sharded)]
     wholes += [(n, 100 + 10 * index + i) for i, n in enumerate(local[index])]
     whole = [random_sequence(*one, HEAD_DIM, torch.float64, HEAD_DIM) for one in wholes]
