@@ -265,8 +265,8 @@ def ring_bytes(job: Job, layer: Layer) -> float:
     freed is counted apart (`gpu.IN_FLIGHT_BYTES`).
     """
     of_ring = 2 * (job.value_bytes + _FLOAT32)
-    if job.streams:  # what comes from the host: keys and sums of a group, and of the next one
-        of_ring += 2 * (job.value_bytes + _FLOAT32)
+    if job.streams:  # a part and a group of keys from the host go around in one message, and
+        of_ring *= 3  # keys and sums of that group and of the next one are on the device
     return layer.attention.travelling_size * of_ring / job.tensor_ranks
 
 
