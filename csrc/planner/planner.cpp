@@ -16,14 +16,13 @@ namespace hdp {
 namespace {
 
 // In parts where they help. Where ranks share experts, with the time of ranks that wait for each
-// other at every position, of whole micro-batches.
+// other at every position.
 Scheduled judged(const Problem& problem, Plan plan) {
-  const bool shares_experts = problem.expert_ranks > 1;
-  if (!shares_experts && plan.num_parts.empty()) choose_parts(problem, plan);
-  if (!shares_experts) return scheduled(problem, std::move(plan));
-  const Schedule schedule = problem.pipeline_stages > 1 ? simulate(problem, plan)
-                                                        : simulate_lockstep(problem, plan);
-  choose_parts(problem, plan);
+  if (plan.num_parts.empty()) choose_parts(problem, plan);
+  if (problem.expert_ranks == 1 || problem.pipeline_stages > 1) {
+    return scheduled(problem, std::move(plan));
+  }
+  const Schedule schedule = simulate_lockstep(problem, plan);
   return {std::move(plan), schedule};
 }
 

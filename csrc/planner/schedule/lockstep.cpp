@@ -26,9 +26,8 @@ class Grid {
   }
 
   Schedule run() {
-    Schedule schedule = sum_of_loads(without_experts(problem_), plan_,
-                                     [&](int64_t m, double seconds) { add(m, seconds); });
-    schedule.makespan_s = makespan_s();
+    Schedule schedule = load();
+    schedule.makespan_s = all_together().makespan_s(problem_);
     schedule.num_positions = num_;
     double places = 0;
     for (const int64_t count : counts_) {
@@ -36,6 +35,47 @@ class Grid {
     }
     schedule.padding_share = 1 - static_cast<double>(plan_.ranks.size()) / places;
     return schedule;
+  }
+
+  // What the micro-batches are; makespan and positions are left out. Comes before all_together().
+  Schedule load() {
+    return sum_of_loads(without_experts(problem_), plan_,
+                        [&](int64_t m, double seconds) { add(m, seconds); });
+  }
+
+  // Domains in the place of ranks: what a ring ties at a position is one micro-batch of theirs.
+  Together all_together() {
+    Together together;
+    together.num_ranks = num_domains_;
+    std::vector<std::vector<int32_t>> tied(index(num_domains_));
+    std::vector<std::size_t> group_of(dense_s_.size());  // by cell
+    for (int64_t position = 0; position < num_; ++position) {
+      const std::size_t begin = index(position * num_domains_);
+      for (int64_t domain = 0; domain < num_domains_; ++domain) {
+        if (position >= counts_[index(domain)]) continue;
+        tied[root(begin + index(domain)) - begin].push_back(static_cast<int32_t>(domain));
+      }
+      for (std::vector<int32_t>& group : tied) {
+        if (group.empty()) continue;
+        double longest_s = 0;
+        for (const int32_t domain : group) {
+          longest_s = std::max(longest_s, seconds(position, domain));
+          group_of[begin + index(domain)] = together.seconds.size();
+        }
+        together.ranks.insert(together.ranks.end(), group.begin(), group.end());
+        together.offsets.push_back(static_cast<int32_t>(together.ranks.size()));
+        together.seconds.push_back(longest_s);
+        group.clear();
+      }
+    }
+    together.num_parts.assign(together.seconds.size(), 1);
+    for (int64_t m = 0; m < plan_.num_micro_batches(); ++m) {
+      const std::size_t group = group_of[cell(m, *plan_.ring(m).first)];
+      together.of_micro_batch.push_back(group);
+      int32_t& parts = together.num_parts[group];
+      parts = std::max(parts, static_cast<int32_t>(plan_.parts(m)));
+    }
+    return together;
   }
 
  private:
@@ -101,35 +141,6 @@ class Grid {
     return longest_s;
   }
 
-  // Domains in the place of ranks: what a ring ties at a position is one micro-batch of theirs.
-  double makespan_s() {
-    std::vector<int32_t> offsets{0};
-    std::vector<int32_t> domains;
-    std::vector<double> durations;
-    std::vector<std::vector<int32_t>> tied(index(num_domains_));
-    for (int64_t position = 0; position < num_; ++position) {
-      const std::size_t begin = index(position * num_domains_);
-      for (int64_t domain = 0; domain < num_domains_; ++domain) {
-        if (position >= counts_[index(domain)]) continue;
-        tied[root(begin + index(domain)) - begin].push_back(static_cast<int32_t>(domain));
-      }
-      for (std::vector<int32_t>& group : tied) {
-        if (group.empty()) continue;
-        double longest_s = 0;
-        for (const int32_t domain : group) {
-          longest_s = std::max(longest_s, seconds(position, domain));
-        }
-        domains.insert(domains.end(), group.begin(), group.end());
-        offsets.push_back(static_cast<int32_t>(domains.size()));
-        durations.push_back(longest_s);
-        group.clear();
-      }
-    }
-    const std::vector<double> ends =
-        pipeline_ends(problem_, offsets, domains, durations, num_domains_);
-    return *std::max_element(ends.begin(), ends.end());
-  }
-
   const Problem& problem_;
   const Plan& plan_;
   const std::vector<int32_t>& positions_;
@@ -161,6 +172,31 @@ std::vector<int32_t> aligned_positions(const Problem& problem, const Plan& plan)
 Schedule simulate_lockstep(const Problem& problem, const Plan& plan) {
   const std::vector<int32_t> positions = aligned_positions(problem, plan);
   return Grid(problem, plan, positions).run();
+}
+
+Together run_together(const Problem& problem, const Plan& plan) {
+  if (problem.expert_ranks > 1) {
+    const std::vector<int32_t> positions = aligned_positions(problem, plan);
+    Grid grid(problem, plan, positions);
+    grid.load();
+    return grid.all_together();
+  }
+  Together together{problem.num_ranks, plan.rank_offsets, plan.ranks, {}, {}, {}};
+  sum_of_loads(problem, plan, [&](int64_t m, double seconds) {
+    together.seconds.push_back(seconds);
+    together.num_parts.push_back(static_cast<int32_t>(plan.parts(m)));
+    together.of_micro_batch.push_back(index(m));
+  });
+  return together;
+}
+
+double Together::makespan_s(const Problem& problem) const {
+  const bool is_whole = std::all_of(num_parts.begin(), num_parts.end(),
+                                    [](int32_t parts) { return parts == 1; });
+  const std::vector<double> ends =
+      is_whole ? pipeline_ends(problem, offsets, ranks, seconds, num_ranks)
+               : pipeline_ends_in_parts(problem, offsets, ranks, seconds, num_parts, num_ranks);
+  return *std::max_element(ends.begin(), ends.end());
 }
 
 Problem without_experts(const Problem& problem) {

@@ -92,12 +92,27 @@ std::vector<double> pipeline_ends_in_parts(const Problem& problem,
                                            const std::vector<int32_t>& num_parts,
                                            int64_t num_ranks);
 
+// Micro-batches that run together: a single one; where ranks share experts those of a position of
+// their domain, and of the domains that rings tie to it. Domains stand in the place of ranks then.
+struct Together {
+  int64_t num_ranks = 0;
+  std::vector<int32_t> offsets{0};
+  std::vector<int32_t> ranks;
+  std::vector<double> seconds;              // of the slowest
+  std::vector<int32_t> num_parts;           // the most of any
+  std::vector<std::size_t> of_micro_batch;  // index into these, of each of the plan's
+
+  double makespan_s(const Problem& problem) const;  // of pipelines
+};
+
+Together run_together(const Problem& problem, const Plan& plan);
+
 // Whether micro-batches may run in parts.
 bool may_run_in_parts(const Problem& problem);
 
-// Has the micro-batches of a plan run in as many parts, powers of two, as make the step shortest;
-// ranks that share experts are taken not to wait for each other. Others than of plans whose
-// micro-batches stand at one position stay whole.
+// Has the micro-batches of a plan run in as many parts, powers of two, as make the step shortest,
+// those that run together in equally many. Others than of plans whose micro-batches stand at one
+// position stay whole.
 void choose_parts(const Problem& problem, Plan& plan);
 
 // Of neighbouring ranks that share experts and wait for each other at every position:
