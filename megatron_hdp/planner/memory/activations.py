@@ -259,10 +259,11 @@ def ring_bytes(job: Job, layer: Layer) -> float:
 
     Those of our own ring, which all layers share. Where micro-batches run in parts, keys of a part
     and of those before it are at most those of the micro-batch; queries travel only where that is
-    less. TransformerEngine's ring uses no more at a time:
-    its forward three and a half times K and V and two outputs, its backward K, V and their
-    gradients twice in the type of the values, when nothing else of a layer is computed. What it has
-    freed is counted apart (`gpu.IN_FLIGHT_BYTES`).
+    less. A stream with keys on the device takes room for those of earlier parts from its
+    capacity. TransformerEngine's ring uses no more at a time: its forward three and a half times K
+    and V and two outputs, its backward K, V and their gradients twice in the type of the values,
+    when nothing else of a layer is computed. What it has freed is counted apart
+    (`gpu.IN_FLIGHT_BYTES`).
     """
     of_ring = 2 * (job.value_bytes + _FLOAT32)
     if job.streams:  # a part and a group of keys from the host go around in one message, and
