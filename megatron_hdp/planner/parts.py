@@ -54,8 +54,8 @@ def cut_in_parts(
         num_parts: at least 1; those that nothing is left for are empty.
         unit: sequences are cut at multiples of it, so that only the end of one needs padding.
         linear_tokens: what a token takes besides attention, in keys that it could see instead;
-            infinite: all tokens take the same, and no part gets more `unit`s than the shares of
-            all make up, rounded up.
+            infinite: all tokens take the same, and no part gets more units than the shares of all
+            make up, rounded up.
     """
     if math.isinf(linear_tokens):
         return _cut_evenly(lengths, num_parts, unit)
