@@ -89,10 +89,14 @@ def kill_at_a_random_moment(ranks, settings, draw):
     else:
         until(lambda: num_steps_in(path) >= target, DEADLINE_S, ranks, 0.001)
         time.sleep(draw.uniform(0.0, 0.3))
-    pids = [one.process.pid for one in ranks]
-    helpers = [child for pid in pids for child in psutil.Process(pid).children(recursive=True)]
-    for pid in draw.sample(pids, len(pids)):
-        os.kill(pid, signal.SIGKILL)
+    running, helpers = [], []
+    for one in ranks:
+        with suppress(psutil.NoSuchProcess):  # the run has come to its end meanwhile
+            running.append(psutil.Process(one.process.pid))
+            helpers += running[-1].children(recursive=True)
+    for rank in draw.sample(running, len(running)):
+        with suppress(psutil.NoSuchProcess):
+            rank.kill()
         time.sleep(draw.choice([0.0, 0.05]))
     for one in ranks:
         one.wait(DEADLINE_S)
