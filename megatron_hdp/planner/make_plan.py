@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike
 
 from megatron_hdp.nearest import nearest
 from megatron_hdp.planner.bounds import lockstep_bound_s
-from megatron_hdp.planner.choosing_parts import in_parts
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.pipeline_bounds import (
     most_held,
@@ -56,8 +55,7 @@ def plan(lengths: ArrayLike, *, strategy: str = AUTO, **arguments: Unpack[Argume
               every position; ranks k x this to (k + 1) x this - 1 are such a domain; a divisor of
               the ranks; the figures are those of `planner.experts.figures_in_lockstep` then
             - ``sequence_parts``: the most parts in which a micro-batch may run on several stages;
-              where ranks share experts, all of a domain's run in equally many at a position, and
-              virtual stages run them whole
+              where ranks share experts, all of a domain's run in equally many at a position
             - ``offload``: "auto" lets activations go to host memory where that saves ranks and no
               time
             - ``streams``: lets sequences run as streams where no ring holds them, or where that is
@@ -104,8 +102,6 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
     if (stream_parts := answer["stream_parts"]) is not None:
         made = replace(made, num_parts=np.maximum(stream_parts, 1), streams=stream_parts > 0)
     makespan_s, lower_bound_s = answer["makespan_s"], answer["lower_bound_s"]
-    if problem.sequence_parts > 1 and problem.pipeline.chunks > 1 and not shares_experts:
-        made, makespan_s = in_parts(made, problem)
     planning_ms = (time.perf_counter() - started) * 1e3
     cost_model, size = problem.cost_model, problem.expert_parallel_size
     if stages > 1:

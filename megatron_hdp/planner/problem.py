@@ -134,7 +134,7 @@ class Problem:
             offload=self.offload == "auto",
             streams=self.streams,
             effort=self.effort,
-            sequence_parts=self.sequence_parts if self.pipeline.chunks == 1 else 1,
+            sequence_parts=self.sequence_parts,
             linear_tokens=self.linear_tokens,
             expert_ranks=self.expert_parallel_size,
             rank_speeds=np.array(cost.rank_speeds, dtype=np.float64),

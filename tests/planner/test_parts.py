@@ -258,16 +258,19 @@ def test_rings_that_take_parts_in_another_order_hang(chunks):
     lengths=st.lists(st.integers(1, 120), min_size=1, max_size=30),
     ranks=st.integers(2, 4),
     stages=st.integers(2, 4),
+    chunks=st.integers(1, 3),
     weighted=st.booleans(),
     speeds=st.booleans(),
     ratio=st.sampled_from([0.0, 0.6, 3.5]),
     seed=st.integers(0, 10**6),
 )
-def test_cpp_and_python_execute_parts_alike(lengths, ranks, stages, weighted, speeds, ratio, seed):
+def test_cpp_and_python_execute_parts_alike(
+    lengths, ranks, stages, chunks, weighted, speeds, ratio, seed
+):
     draw = np.random.default_rng(seed)
     made = random_plan(np.array(lengths), ranks=ranks, tokens_per_rank=64, seed=seed)
     assume(not any(PADDING in one for one in slots(made, aligned=True)))  # C++ refuses the others
-    weights = draw.uniform(0.5, 1.5, stages) if weighted else None
+    weights = draw.uniform(0.5, 1.5, stages * chunks) if weighted else None
     costs = CostModel(
         a=1e-3, b=1e-2, kv_bytes_per_token=1e3, g=1e-3, block_s=1e-3, merge_b=1e-3, num_layers=2,
         intra_node_bytes_per_s=1e5, inter_node_bytes_per_s=4e4, inter_node_hop_s=1e-3,
@@ -275,7 +278,7 @@ def test_cpp_and_python_execute_parts_alike(lengths, ranks, stages, weighted, sp
     )  # fmt: skip
     problem = Problem.of(
         lengths, ranks=ranks, tokens_per_rank=64, cost_model=costs, pipeline_stages=stages,
-        stage_weights=weights, sequence_parts=9,
+        virtual_stages=chunks, stage_weights=weights, sequence_parts=9,
     )  # fmt: skip
     parts = draw.integers(1, 10, made.num_micro_batches)
     tokens = linear_tokens(max(lengths), costs)
@@ -283,7 +286,7 @@ def test_cpp_and_python_execute_parts_alike(lengths, ranks, stages, weighted, sp
         replace(made, num_parts=parts, linear_tokens=tokens),
         costs,
         stages,
-        1,
+        chunks,
         problem.pipeline.weights,
     )
     arrays = ("rank_offsets", "ranks", "sequence_offsets", "sequences")

@@ -347,7 +347,7 @@ class Nested {
 Plan pp_balance(const Problem& problem) {
   const Batch batch(problem);
   std::vector<Plan> plans;
-  if (may_run_in_parts(problem) && problem.expert_ranks == 1) {
+  if (may_run_in_parts(problem) && problem.model_chunks == 1 && problem.expert_ranks == 1) {
     PipelineDraft draft = in_parts(batch);
     const auto stages = static_cast<double>(problem.pipeline_stages);
     if (stages * draft.makespan_s <= batch.bound_s) return std::move(draft.plan);  // of whole ones

@@ -191,11 +191,8 @@ Together run_together(const Problem& problem, const Plan& plan) {
 }
 
 double Together::makespan_s(const Problem& problem) const {
-  const bool is_whole = std::all_of(num_parts.begin(), num_parts.end(),
-                                    [](int32_t parts) { return parts == 1; });
   const std::vector<double> ends =
-      is_whole ? pipeline_ends(problem, offsets, ranks, seconds, num_ranks)
-               : pipeline_ends_in_parts(problem, offsets, ranks, seconds, num_parts, num_ranks);
+      pipeline_ends(problem, offsets, ranks, seconds, num_ranks, num_parts);
   return *std::max_element(ends.begin(), ends.end());
 }
 

@@ -13,7 +13,7 @@ constexpr double kLonger[] = {1.0 / 64, 1.0 / 16, 1.0 / 4, 1.0 / 2};
 }  // namespace
 
 bool may_run_in_parts(const Problem& problem) {
-  return problem.sequence_parts > 1 && problem.pipeline_stages > 1 && problem.model_chunks == 1;
+  return problem.sequence_parts > 1 && problem.pipeline_stages > 1;
 }
 
 void choose_parts(const Problem& problem, Plan& plan) {

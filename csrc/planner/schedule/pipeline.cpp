@@ -2,6 +2,7 @@
 #include <numeric>
 
 #include "planner/schedule/schedule.hpp"
+#include "planner/schedule/tick_order.hpp"
 
 namespace hdp {
 namespace {
@@ -20,53 +21,35 @@ double latest(const double* ends, const std::vector<std::size_t>& members, std::
   return std::max(std::max(latest[0], latest[1]), std::max(latest[2], latest[3]));
 }
 
-// Runs operations tick by tick. Micro-batches pass in groups through one chunk after the other;
-// passes through a chunk are counted, backward from the last chunk to the first. Stage s runs
-// forward i in tick i + s and backward j, which comes behind forward j + w(s), in tick
-// j + w(s) + s: forwards first, then backwards from the last stage to the first. So what an
-// operation waits for is in an earlier tick or earlier in its own.
-//
 // Ranks are lined up by the length of their lists, the longest first: those that have something at
 // a position are the first so many.
 class Ticks {
  public:
   Ticks(const Problem& problem, const std::vector<int32_t>& rank_offsets,
         const std::vector<int32_t>& ranks, const std::vector<double>& seconds, int64_t num_ranks)
-      : stages_(index(problem.pipeline_stages)),
-        chunks_(index(problem.model_chunks)),
-        group_(index(group_size(problem))),
+      : order_(problem),
         num_ranks_(index(num_ranks)),
-        weights_(problem.row_weights),
-        clocks_(num_ranks_ * stages_, 0.0) {
-    const auto rows = static_cast<double>(stages_ * chunks_);
-    if (weights_.empty()) weights_.assign(stages_ * chunks_, 1 / rows);
+        weights_(weights_of_rows(problem)),
+        clocks_(num_ranks_ * order_.stages(), 0.0) {
     line_up(rank_offsets, ranks);
     fill_positions(rank_offsets, ranks, seconds);
   }
 
   std::vector<double> run() {
-    const std::size_t passes = chunks_ * positions_.size();
-    const std::size_t ticks = passes == 0 ? 0 : passes + warm_up(0);
-    for (std::size_t tick = 0; tick < ticks; ++tick) {
-      for (std::size_t stage = 0; stage < stages_ && stage <= tick; ++stage) {
-        if (tick - stage < passes) forward(tick - stage, stage);
-      }
-      for (std::size_t stage = stages_; stage-- > 0;) {
-        const std::size_t first = warm_up(stage) + stage;
-        if (tick >= first && tick - first < passes) backward(tick - first, stage);
-      }
-    }
+    order_.run(
+        positions_.size(),
+        [&](std::size_t position, std::size_t stage, std::size_t row) {
+          run_position(positions_[position], stage, weights_[row]);
+        },
+        [&](std::size_t position, std::size_t stage, std::size_t row) {
+          run_position(positions_[position], stage, 2 * weights_[row]);
+        });
     std::vector<double> ends;  // the last backward is on the first stage
     for (const std::size_t line : line_of_rank_) ends.push_back(clocks_[line]);
     return ends;
   }
 
  private:
-  struct Pass {
-    std::size_t position = 0;
-    std::size_t turn = 0;  // of its group: the chunk, backward counted from the last one
-  };
-
   struct Position {
     std::vector<double> forward_s;     // by line: all rows; 0 of padding
     std::vector<double> ends;          // by line: of its latest operation
@@ -80,7 +63,7 @@ class Ticks {
     for (auto i = index(rank_offsets.front()); i < index(rank_offsets.back()); ++i) {
       ++counts[index(ranks[i])];
     }
-    for (std::size_t& count : counts) count = (count + group_ - 1) / group_ * group_;
+    for (std::size_t& count : counts) count = order_.padded(count);
     const std::size_t most = *std::max_element(counts.begin(), counts.end());
     std::vector<std::size_t> shorter_by(most + 1, 0);  // ranks, by what they lack of the longest
     for (const std::size_t count : counts) ++shorter_by[most - count];
@@ -115,28 +98,6 @@ class Ticks {
     }
   }
 
-  std::size_t warm_up(std::size_t stage) const {
-    const std::size_t behind = stages_ - 1 - stage;
-    return chunks_ == 1 ? behind : 2 * behind + (chunks_ - 1) * stages_;
-  }
-
-  Pass pass(std::size_t i) const {
-    const std::size_t of_group = group_ * chunks_;
-    const std::size_t within = i % of_group;
-    return {i / of_group * group_ + within % group_, within / group_};
-  }
-
-  void forward(std::size_t i, std::size_t stage) {
-    const Pass now = pass(i);
-    run_position(positions_[now.position], stage, weights_[now.turn * stages_ + stage]);
-  }
-
-  void backward(std::size_t j, std::size_t stage) {
-    const Pass now = pass(j);
-    const std::size_t row = (chunks_ - 1 - now.turn) * stages_ + stage;
-    run_position(positions_[now.position], stage, 2 * weights_[row]);
-  }
-
   // Every micro-batch takes `passes` x its forward of all rows.
   void run_position(Position& position, std::size_t stage, double passes) {
     double* clocks = clocks_.data() + stage * num_ranks_;
@@ -152,9 +113,7 @@ class Ticks {
     for (std::size_t i = 0; i < num; ++i) clocks[i] = ends[i] += passes * forward_s[i];
   }
 
-  std::size_t stages_;
-  std::size_t chunks_;
-  std::size_t group_;
+  TickOrder order_;
   std::size_t num_ranks_;
   std::vector<double> weights_;  // by row
   std::vector<double> clocks_;   // by stage, then line
@@ -175,6 +134,12 @@ int64_t first_misplaced(const Problem& problem, const Plan& plan) {
   return -1;
 }
 
+std::vector<double> weights_of_rows(const Problem& problem) {
+  if (!problem.row_weights.empty()) return problem.row_weights;
+  const std::size_t rows = index(problem.pipeline_stages * problem.model_chunks);
+  return std::vector<double>(rows, 1 / static_cast<double>(rows));
+}
+
 int64_t group_size(const Problem& problem) {
   return problem.model_chunks > 1 ? problem.pipeline_stages : 1;
 }
@@ -183,6 +148,16 @@ std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int3
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks) {
   return Ticks(problem, rank_offsets, ranks, seconds, num_ranks).run();
+}
+
+std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
+                                  const std::vector<int32_t>& ranks,
+                                  const std::vector<double>& seconds, int64_t num_ranks,
+                                  const std::vector<int32_t>& num_parts) {
+  const bool is_whole = std::all_of(num_parts.begin(), num_parts.end(),
+                                    [](int32_t parts) { return parts == 1; });
+  return is_whole ? pipeline_ends(problem, rank_offsets, ranks, seconds, num_ranks)
+                  : streamed_ends(problem, rank_offsets, ranks, seconds, num_ranks, num_parts);
 }
 
 }  // namespace hdp

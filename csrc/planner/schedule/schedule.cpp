@@ -167,11 +167,8 @@ PipelineRun run_pipeline(const Problem& problem, const Plan& plan) {
   PipelineRun run;
   std::vector<double> seconds;
   run.schedule = sum_of_loads(problem, plan, [&](int64_t, double s) { seconds.push_back(s); });
-  run.ends =
-      plan.num_parts.empty()
-          ? pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds, problem.num_ranks)
-          : pipeline_ends_in_parts(problem, plan.rank_offsets, plan.ranks, seconds, plan.num_parts,
-                                   problem.num_ranks);
+  run.ends = pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds, problem.num_ranks,
+                           plan.num_parts);
   run.schedule.makespan_s = *std::max_element(run.ends.begin(), run.ends.end());
   return run;
 }

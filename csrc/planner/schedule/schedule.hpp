@@ -83,14 +83,21 @@ std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int3
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks);
 
-// The same of micro-batches that run in so many parts of equal time each, which pass from stage to
-// stage: forward in order, backward in reverse. For problem.model_chunks = 1.
-std::vector<double> pipeline_ends_in_parts(const Problem& problem,
-                                           const std::vector<int32_t>& rank_offsets,
-                                           const std::vector<int32_t>& ranks,
-                                           const std::vector<double>& seconds,
-                                           const std::vector<int32_t>& num_parts,
-                                           int64_t num_ranks);
+// The same of micro-batches that run in so many parts each; if none is given, all run whole.
+std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
+                                  const std::vector<int32_t>& ranks,
+                                  const std::vector<double>& seconds, int64_t num_ranks,
+                                  const std::vector<int32_t>& num_parts);
+
+// That of parts: of equal time, they pass from stage to stage, forward in order, backward in
+// reverse.
+std::vector<double> streamed_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
+                                  const std::vector<int32_t>& ranks,
+                                  const std::vector<double>& seconds, int64_t num_ranks,
+                                  const std::vector<int32_t>& num_parts);
+
+// The problem's row_weights, equal ones if it has none.
+std::vector<double> weights_of_rows(const Problem& problem);
 
 // Micro-batches that run together: a single one; where ranks share experts those of a position of
 // their domain, and of the domains that rings tie to it. Domains stand in the place of ranks then.
