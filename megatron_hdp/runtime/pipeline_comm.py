@@ -197,15 +197,58 @@ class PipelineComm(Stages):
         return [self._messages.exchange(tensor, stage, shape, stage).tensor()]
 
 
-class InterleavedComm(Stages):
+class Interleaved:
+    """What Megatron's interleaved schedule asks for, its exchange overlapped.
+
+    Attributes:
+        virtual_pipeline_model_parallel_size: model chunks of a stage.
+    """
+
+    virtual_pipeline_model_parallel_size: int
+
+    def _hand_on(
+        self, tensor: torch.Tensor | None, receives: bool, *, is_forward: bool
+    ) -> Arriving:
+        """Hands a tensor to the next stage on its way; what comes in turn."""
+        raise NotImplementedError
+
+    def recv_forward(self, _shape: Any, is_first_stage: bool) -> torch.Tensor | None:
+        """The first micro-batch's input of the first chunk; None where tokens enter."""
+        return None if is_first_stage else self._hand_on(None, True, is_forward=True).tensor()
+
+    def recv_backward(self, _shape: Any, is_last_stage: bool) -> torch.Tensor | None:
+        """The gradient of the first micro-batch's output; None where the loss is computed."""
+        return None if is_last_stage else self._hand_on(None, True, is_forward=False).tensor()
+
+    def send_forward_recv_forward(
+        self,
+        output_tensor: torch.Tensor | None,
+        recv_prev: bool,
+        tensor_shape: Any,
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """Sends an output to the stage after, and receives the next forward's input."""
+        received = self._hand_on(output_tensor, recv_prev, is_forward=True)
+        return received.with_handle("recv_prev") if overlap_p2p_comm else received.tensor()
+
+    def send_backward_recv_backward(
+        self,
+        input_tensor_grad: torch.Tensor | None,
+        recv_next: bool,
+        tensor_shape: Any,
+        overlap_p2p_comm: bool = False,
+    ) -> Any:
+        """Sends an input's gradient to the stage before, and receives the next backward's."""
+        received = self._hand_on(input_tensor_grad, recv_next, is_forward=False)
+        return received.with_handle("recv_next") if overlap_p2p_comm else received.tensor()
+
+
+class InterleavedComm(Interleaved, Stages):
     """Point-to-point traffic of one pipeline whose stages hold several model chunks.
 
     The stages form a circle: what the last one makes of a chunk is the first one's input of the
     next chunk. Activations and gradients have a communicator each: with two stages both go to the
     same neighbour, and what comes first depends on the stage.
-
-    Attributes:
-        virtual_pipeline_model_parallel_size: model chunks of a stage.
     """
 
     def __init__(
@@ -242,35 +285,11 @@ class InterleavedComm(Stages):
         self._activations.finish()
         self._gradients.finish()
 
-    def recv_forward(self, _shape: Any, is_first_stage: bool) -> torch.Tensor | None:
-        """The first micro-batch's input of the first chunk; None where tokens enter."""
-        return None if is_first_stage else self._activations.pass_on(None, True).tensor()
-
-    def recv_backward(self, _shape: Any, is_last_stage: bool) -> torch.Tensor | None:
-        """The gradient of the first micro-batch's output; None where the loss is computed."""
-        return None if is_last_stage else self._gradients.pass_on(None, True).tensor()
-
-    def send_forward_recv_forward(
-        self,
-        output_tensor: torch.Tensor | None,
-        recv_prev: bool,
-        tensor_shape: Any,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        """Sends an output to the stage after, and receives the next forward's input."""
-        received = self._activations.pass_on(output_tensor, recv_prev)
-        return received.with_handle("recv_prev") if overlap_p2p_comm else received.tensor()
-
-    def send_backward_recv_backward(
-        self,
-        input_tensor_grad: torch.Tensor | None,
-        recv_next: bool,
-        tensor_shape: Any,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        """Sends an input's gradient to the stage before, and receives the next backward's."""
-        received = self._gradients.pass_on(input_tensor_grad, recv_next)
-        return received.with_handle("recv_next") if overlap_p2p_comm else received.tensor()
+    def _hand_on(
+        self, tensor: torch.Tensor | None, receives: bool, *, is_forward: bool
+    ) -> Arriving:
+        circle = self._activations if is_forward else self._gradients
+        return circle.pass_on(tensor, receives)
 
 
 def wait_for_stage(work: dist.Work) -> None:

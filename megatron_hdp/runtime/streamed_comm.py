@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_hdp.runtime.pipeline_comm import (
     Arriving,
+    Interleaved,
     One,
     Shape,
     Stages,
@@ -184,6 +185,10 @@ class StreamedComm(Stages):
         """What the schedule hands on in the place of messages."""
         return self._like.new_zeros(1)
 
+
+class StreamedLine(StreamedComm):
+    """Placeholders for what the schedule of one forward and one backward in turn exchanges."""
+
     def recv_forward(self, _shapes: Any, is_first_stage: bool) -> One:
         """A placeholder for the next micro-batch's input; None on the first stage."""
         return [None if is_first_stage else self.placeholder().requires_grad_()]
@@ -209,41 +214,15 @@ class StreamedComm(Stages):
         return self.recv_forward(_shapes, is_first_stage)
 
 
-class StreamedCircle(StreamedComm):
-    """The same for stages of several model chunks, as the interleaved schedule asks for it."""
+class StreamedCircle(Interleaved, StreamedComm):
+    """Placeholders for what the interleaved schedule exchanges."""
 
     def __init__(self, num_model_chunks: int, *args: Any) -> None:
         super().__init__(*args)
         self.virtual_pipeline_model_parallel_size = num_model_chunks
 
-    def recv_forward(self, _shape: Any, is_first_stage: bool) -> Any:
-        """A placeholder for the first input of the first chunk; None where tokens enter."""
-        return None if is_first_stage else self.placeholder().requires_grad_()
-
-    def recv_backward(self, _shape: Any, is_last_stage: bool) -> Any:
-        """A placeholder for the first gradient of an output; None where the loss is computed."""
-        return None if is_last_stage else self.placeholder()
-
-    def send_forward_recv_forward(
-        self,
-        output_tensor: torch.Tensor | None,
-        recv_prev: bool,
-        tensor_shape: Any,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        """A placeholder for the next forward's input."""
-        found = self.recv_forward(tensor_shape, not recv_prev)
-        here = Arriving(found, None, self._timeline)
-        return here.with_handle("recv_prev") if overlap_p2p_comm else found
-
-    def send_backward_recv_backward(
-        self,
-        input_tensor_grad: torch.Tensor | None,
-        recv_next: bool,
-        tensor_shape: Any,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        """A placeholder for the gradient of the next backward's output."""
-        found = self.recv_backward(tensor_shape, not recv_next)
-        here = Arriving(found, None, self._timeline)
-        return here.with_handle("recv_next") if overlap_p2p_comm else found
+    def _hand_on(
+        self, tensor: torch.Tensor | None, receives: bool, *, is_forward: bool
+    ) -> Arriving:
+        found = self.placeholder().requires_grad_(is_forward) if receives else None
+        return Arriving(found, None, self._timeline)

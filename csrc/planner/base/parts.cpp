@@ -95,22 +95,15 @@ double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num
   return seconds;
 }
 
-double ring_s(const Problem& problem, int64_t length, int64_t degree, int64_t num_parts,
-              bool one_node, double speed) {
-  const CostModel& cost = problem.cost;
+double ring_s(const CostModel& cost, int64_t length, int64_t degree,
+              const std::vector<PartSize>& sizes, bool one_node) {
+  const auto num_parts = static_cast<int64_t>(sizes.size());
   const auto tokens = static_cast<double>(length);
-  const double rate = speed * static_cast<double>(degree);
-  const double own = compute_s(cost, length) / rate +
-                     (fixed_s(cost, degree, tokens, num_parts) + merge_s(cost, degree, tokens)) /
-                         speed;
-  if (degree == 1) return own;
-  const double attention = attention_s(cost, length) / rate;
-  const double exposed =
-      num_parts == 1
-          ? exposed_s(cost, degree, tokens, attention, one_node)
-          : exposed_s(cost, degree, part_sizes({tokens}, num_parts, problem.linear_tokens),
-                      attention, one_node);
-  return own + exposed;
+  const double fixed = fixed_s(cost, degree, tokens, num_parts);
+  if (num_parts == 1 || degree == 1) return ring_s(cost, length, degree, one_node) + fixed;
+  const auto d = static_cast<double>(degree);
+  return compute_s(cost, length) / d + merge_s(cost, degree, tokens) + fixed +
+         exposed_s(cost, degree, sizes, attention_s(cost, length) / d, one_node);
 }
 
 }  // namespace hdp

@@ -33,8 +33,9 @@ double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSi
 // each but the first a block a step and a merged result for the keys of earlier ones.
 double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num_parts);
 
-// ring_s and fixed_s of one sequence that has a ring to itself and runs in parts.
-double ring_s(const Problem& problem, int64_t length, int64_t degree, int64_t num_parts,
-              bool one_node, double speed = 1);
+// ring_s and fixed_s, on ranks of speed 1, of one sequence that has a ring to itself and runs in
+// parts of these sizes, or whole where there is one.
+double ring_s(const CostModel& cost, int64_t length, int64_t degree,
+              const std::vector<PartSize>& sizes, bool one_node);
 
 }  // namespace hdp

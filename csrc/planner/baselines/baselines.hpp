@@ -44,6 +44,10 @@ Plan bytescale(const Problem& problem);
 // ranks holds max_length.
 Plan dynamic_cp(const Problem& problem);
 
+// The room that a sequence takes on each rank of a group: enough at every degree from this one up,
+// since it may be widened. A slice of few tokens takes more padding at two ranks than at one.
+int64_t room_for(const Problem& problem, int64_t length, int64_t degree);
+
 // Throws std::invalid_argument if no power of two of the ranks holds max_length.
 void require_powers_hold(const Problem& problem, const std::string& strategy);
 

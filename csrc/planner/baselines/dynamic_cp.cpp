@@ -36,13 +36,6 @@ namespace {
 
 int64_t length_of(const Problem& problem, SequenceId id) { return problem.lengths[index(id)]; }
 
-// The room that a sequence takes on each rank: enough at every degree from this one up, since a
-// group may be widened. A slice of few tokens takes more padding at two ranks than at one.
-int64_t room_for(const Problem& problem, int64_t length, int64_t degree) {
-  return std::max(slice_tokens(length, degree, problem.slice_multiple),
-                  slice_tokens(length, problem.num_ranks, problem.slice_multiple));
-}
-
 double work_of(int64_t length, int64_t degree) {
   const auto tokens = static_cast<double>(length);
   return tokens * tokens / static_cast<double>(degree);
@@ -278,6 +271,11 @@ void add_round(const Problem& problem, Waiting& waiting, Plan& plan) {
 }
 
 }  // namespace
+
+int64_t room_for(const Problem& problem, int64_t length, int64_t degree) {
+  return std::max(slice_tokens(length, degree, problem.slice_multiple),
+                  slice_tokens(length, problem.num_ranks, problem.slice_multiple));
+}
 
 void require_powers_hold(const Problem& problem, const std::string& strategy) {
   int64_t most = 1;

@@ -90,24 +90,16 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place,
   const Problem& problem = batch.problem;
   const CostModel& cost = problem.cost;
   const int64_t length = batch.length(place);
-  const auto tokens = static_cast<double>(length);
   const double compute = batch.compute_s(place);
-  const double attention = attention_s(cost, length);
   const std::vector<int64_t> degrees = degrees_of(batch, place);
   std::vector<Way> ways;
   for (const int64_t number : numbers) {
     const double most_s = compute / static_cast<double>(degrees.front() * number);
     if (number > 1 && most_s < kLeastPart * batch.share_s) break;
-    const std::vector<PartSize> sizes = part_sizes({tokens}, number, problem.linear_tokens);
+    const std::vector<PartSize> sizes = part_sizes({static_cast<double>(length)}, number, problem.linear_tokens);
     for (const int64_t degree : degrees) {
-      const auto d = static_cast<double>(degree);
       const bool one_node = degree <= cost.ranks_per_node;
-      double seconds = compute / d + fixed_s(cost, degree, tokens, number) +
-                       merge_s(cost, degree, tokens);
-      if (degree > 1) {
-        seconds += number == 1 ? exposed_s(cost, degree, tokens, attention / d, one_node)
-                               : exposed_s(cost, degree, sizes, attention / d, one_node);
-      }
+      const double seconds = ring_s(cost, length, degree, sizes, one_node);
       ways.push_back({static_cast<int32_t>(degree), static_cast<int32_t>(number), seconds,
                       pass_s(problem, seconds, number)});
     }
@@ -117,8 +109,7 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place,
 
 }  // namespace
 
-Menu::Menu(const Batch& batch)
-    : batch_(batch) {
+Menu::Menu(const Batch& batch) : batch_(batch) {
   const std::vector<int64_t> numbers = numbers_of_parts(batch.problem.sequence_parts);
   for (std::size_t place = 0; place < batch.num_big; ++place) {
     const double least_s = pass_s(batch.problem, batch.compute_s(place), numbers.back());

@@ -18,7 +18,6 @@ class Blocks {
  public:
   explicit Blocks(int64_t num_ranks);
 
-  int64_t num_ranks() const { return num_ranks_; }
   // Blocks have the numbers 1 to 2 num_leaves - 1, those of one rank come last.
   std::size_t num_leaves() const { return num_leaves_; }
   int64_t degree(std::size_t block) const;

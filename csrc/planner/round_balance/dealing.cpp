@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
 #include <queue>
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/base/slices.hpp"
+#include "planner/baselines/baselines.hpp"
 
 namespace hdp {
 namespace {
@@ -21,7 +20,7 @@ constexpr double kSmall = 1.0 / 16;
 class Dealer {
  public:
   Dealer(const Problem& problem, const std::vector<SequenceId>& order, double mean_s)
-      : problem_(problem), order_(order), mean_s_(mean_s), blocks_(problem.num_ranks) {
+      : problem_(problem), order_(order), blocks_(problem.num_ranks) {
     sequences_.resize(2 * blocks_.num_leaves());
     const auto small = std::partition_point(order.begin(), order.end(), [&](SequenceId id) {
       return room_for(problem, length(id), 1) > problem.tokens_per_rank ||
@@ -108,18 +107,12 @@ class Dealer {
 
   const Problem& problem_;
   const std::vector<SequenceId>& order_;
-  double mean_s_;
   std::size_t num_long_ = 0;
   Blocks blocks_;
   std::vector<std::vector<SequenceId>> sequences_;
 };
 
 }  // namespace
-
-int64_t room_for(const Problem& problem, int64_t length, int64_t degree) {
-  return std::max(slice_tokens(length, degree, problem.slice_multiple),
-                  slice_tokens(length, problem.num_ranks, problem.slice_multiple));
-}
 
 Dealing dealt(const Problem& problem, const std::vector<SequenceId>& order) {
   const double mean_s = total_compute_s(problem) / static_cast<double>(problem.num_ranks);

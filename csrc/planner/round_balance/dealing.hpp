@@ -21,7 +21,4 @@ struct Dealing {
 // fit on the widest block.
 Dealing dealt(const Problem& problem, const std::vector<SequenceId>& order);
 
-// Padded tokens that a rank must have room for: enough at every degree from this one up.
-int64_t room_for(const Problem& problem, int64_t length, int64_t degree);
-
 }  // namespace hdp

@@ -8,6 +8,7 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/baselines/baselines.hpp"
 #include "planner/baselines/packing.hpp"
 
 namespace hdp {

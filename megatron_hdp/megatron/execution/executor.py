@@ -42,7 +42,7 @@ from megatron_hdp.runtime.host_to_device import with_arrays_ahead
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm, PipelineComm
 from megatron_hdp.runtime.ring import RingComm, TokenLayout
-from megatron_hdp.runtime.streamed_comm import StreamedCircle, StreamedComm
+from megatron_hdp.runtime.streamed_comm import StreamedCircle, StreamedComm, StreamedLine
 from megatron_hdp.runtime.timeline import (
     BACKWARD,
     FORWARD,
@@ -142,7 +142,7 @@ class HdpExecutor:
                 assert gradient_group is not None, "parts need a second communicator"
                 both = (group, gradient_group)
                 if len(chunks) == 1:
-                    self._pipeline = StreamedComm(both, *how)
+                    self._pipeline = StreamedLine(both, *how)
                 else:
                     groups = (*both, *(more_groups or both))
                     self._pipeline = StreamedCircle(len(chunks), groups, *how)
