@@ -329,6 +329,7 @@ def _go_in_parts(
     """Puts what the rings of micro-batches in parts expose into ``exposed``; what each sends."""
     ring_bytes = work.ring_bytes.copy()
     is_stream = plan.is_stream[run]
+    on_host = is_stream & (plan.offload_ratios[run] > 0)
     in_parts = plan.parts_of_each[run] > 1
     for m in np.flatnonzero(in_parts & (is_stream | (work.num_members > 1))).tolist():
         sizes = sizes_of_parts(plan, run.start + m)
@@ -336,18 +337,20 @@ def _go_in_parts(
             continue  # all lies whole on its members
         first = int(work.first_members[m])
         members = slice(first, first + int(work.num_members[m]))
-        sent, seen = shares_of_parts(sizes, cost_model)
+        # on the host, keys of each earlier part go around by themselves, the first with our own
+        sent, seen = shares_of_parts(sizes, 0.0 if on_host[m] else cost_model.query_ratio)
+        passes = [max(1, earlier) if on_host[m] else 1 for earlier in range(len(sizes))]
         exposed[members] = 0
-        for sent_share, seen_share in zip(sent, seen, strict=True):
+        for sent_share, seen_share, times in zip(sent, seen, passes, strict=True):
             exposed[members] += exposed_s(
                 work.degrees[m],
                 work.transfer_s[m] * sent_share,
-                work.hop_s[m],
+                work.hop_s[m] * times,
                 work.attention_s[members] * seen_share,
                 num_forwards=2 if is_stream[m] else 1,
             )
         ring_bytes[m] *= sum(sent) * (4 / 3 if is_stream[m] else 1)
-        if is_stream[m] and plan.offload_ratios[run.start + m] > 0:
+        if on_host[m]:
             for size, seen_share in zip(sizes, seen, strict=True):
                 exposed[members] += _copied_s(
                     size.earlier / work.degrees[m],
@@ -437,8 +440,12 @@ def work_of(
     if plan.num_parts is not None:
         # a part's queries meet its own keys, then those of earlier parts, at every step
         parts = plan.num_parts[run].astype(np.float64)
-        fixed = parts * fixed + (parts - 1) * degrees * block_s(cost_model, stages)
-        linear += cost_model.merge_b * tokens * (1 - 1 / parts)
+        earlier = parts - 1
+        if plan.streams is not None:  # kept on the host each earlier part is met by itself
+            on_host = plan.streams[run] & (plan.offload_ratios[run] > 0)
+            earlier = np.where(on_host, parts * (parts - 1) / 2, earlier)
+        fixed = parts * fixed + earlier * degrees * block_s(cost_model, stages)
+        linear += cost_model.merge_b * tokens * earlier / parts
     return MemberWork(
         members=members,
         num_members=num_members,

@@ -105,11 +105,11 @@ def sizes_of_parts(plan: FlatPlan, m: int) -> list[PartSize]:
 
 
 def shares_of_parts(
-    sizes: Sequence[PartSize], cost_model: CostModel
+    sizes: Sequence[PartSize], query_ratio: float
 ) -> tuple[list[float], list[float]]:
     """What goes around a ring for each part, of what its keys are, and the part's attention."""
     tokens, squares = sum(size.tokens for size in sizes), sum(size.squares for size in sizes)
-    sent = [traffic_tokens(size, cost_model.query_ratio) / tokens for size in sizes]
+    sent = [traffic_tokens(size, query_ratio) / tokens for size in sizes]
     return sent, [size.squares / squares for size in sizes]
 
 

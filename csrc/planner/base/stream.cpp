@@ -29,14 +29,21 @@ double kept_share(const CostModel& cost) {
   return kKeptPerKey * layers * cost.kv_bytes_per_token / cost.activation_bytes_per_token;
 }
 
+// Calls visit(part, sent, passes): the tokens whose keys and values take as many bytes as go around
+// for the part, and how often something does: kept on the host, keys of each earlier part go around
+// by themselves, the first ones with the part's own.
 template <typename Visit>
-void for_each_part(int64_t length, int64_t num_parts, const Visit& visit) {
+void for_each_part(const CostModel& cost, int64_t length, const Stream& stream,
+                   const Visit& visit) {
   const auto s = static_cast<double>(length);
-  const double part = s / static_cast<double>(num_parts);
+  const double tokens = s / static_cast<double>(stream.num_parts);
+  const double query_ratio = stream.on_host ? 0 : cost.query_ratio;
   double begin = 0;
-  for (int64_t number = 1; number <= num_parts; ++number) {
-    const double end = number < num_parts ? static_cast<double>(number) * part : s;
-    visit(PartSize{end - begin, begin, end * end - begin * begin});
+  for (int64_t number = 1; number <= stream.num_parts; ++number) {
+    const double end = number < stream.num_parts ? static_cast<double>(number) * tokens : s;
+    const PartSize part{end - begin, begin, end * end - begin * begin};
+    const int64_t passes = stream.on_host ? std::max<int64_t>(1, number - 1) : 1;
+    visit(part, traffic_tokens(part, query_ratio), static_cast<double>(passes));
     begin = end;
   }
 }
@@ -74,20 +81,25 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
   const CostModel& cost = problem.cost;
   const auto d = static_cast<double>(degree);
   const auto s = static_cast<double>(length);
-  const double fixed = fixed_s(cost, degree, s, stream.num_parts) + merge_s(cost, degree, s);
+  double fixed = fixed_s(cost, degree, s, stream.num_parts) + merge_s(cost, degree, s);
+  if (stream.on_host) {  // a block a step, and a merged result, for each earlier part
+    const auto parts = static_cast<double>(stream.num_parts);
+    const double more = (parts - 1) * (parts - 2) / 2;
+    fixed += more * (d * cost.block_all_layers_s + cost.merge_b * s / parts);
+  }
   const double computed = (compute_s(cost, length) / d + fixed) / speed;
   const double attention = attention_s(cost, length);
   const double bandwidth = one_node ? cost.intra_node_bytes_per_s : cost.inter_node_bytes_per_s;
   const double hop = one_node ? cost.intra_node_hop_all_layers_s : cost.inter_node_hop_all_layers_s;
   double exposed = 0;
-  for_each_part(length, stream.num_parts, [&](const PartSize& part) {
+  for_each_part(cost, length, stream, [&](const PartSize& part, double around, double passes) {
     const double attended = attention * (part.squares / (s * s)) / d / speed / 3;
     if (degree > 1) {
       const double hiding = (d - 1) / d * attended;
-      const double sent =
-          (d - 1) / d * traffic_tokens(part, cost.query_ratio) * cost.kv_bytes_per_token / bandwidth;
-      exposed += 2 * std::max(0.0, (d - 1) * hop + sent - hiding) +
-                 std::max(0.0, (d - 1) * hop + 2 * sent - 2 * hiding);
+      const double sent = (d - 1) / d * around * cost.kv_bytes_per_token / bandwidth;
+      const double hops = passes * (d - 1) * hop;
+      exposed += 2 * std::max(0.0, hops + sent - hiding) +
+                 std::max(0.0, hops + 2 * sent - 2 * hiding);
     }
     if (stream.on_host) {
       const double hiding = attended + cost.linear_s_per_token * part.tokens / d / speed / 3;
@@ -99,10 +111,10 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
   return kStreamedCompute * computed + exposed;
 }
 
-double stream_traffic_tokens(const CostModel& cost, int64_t length, int64_t num_parts) {
+double stream_traffic_tokens(const CostModel& cost, int64_t length, const Stream& stream) {
   double tokens = 0;
-  for_each_part(length, num_parts,
-                [&](const PartSize& part) { tokens += traffic_tokens(part, cost.query_ratio); });
+  for_each_part(cost, length, stream,
+                [&](const PartSize&, double around, double) { tokens += around; });
   return tokens;
 }
 

@@ -32,6 +32,6 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
 
 // Tokens whose keys and values take as many bytes as a member sends in one forward pass of a stream,
 // times D / (D - 1).
-double stream_traffic_tokens(const CostModel& cost, int64_t length, int64_t num_parts);
+double stream_traffic_tokens(const CostModel& cost, int64_t length, const Stream& stream);
 
 }  // namespace hdp

@@ -112,7 +112,7 @@ MicroBatchLoad stream_load(const Problem& problem, const Plan& plan, int64_t mic
         seconds, stream_s(problem, length, degree, stream, one_node, problem.speed(rank)));
     if (problem.speeds.empty()) break;
   }
-  const double tokens = stream_traffic_tokens(problem.cost, length, stream.num_parts);
+  const double tokens = stream_traffic_tokens(problem.cost, length, stream);
   return {seconds, static_cast<double>(degree - 1) * tokens, stream.tokens_on_a_rank};
 }
 

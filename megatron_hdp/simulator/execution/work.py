@@ -66,7 +66,7 @@ class _Turns(NamedTuple):
             mine = slice(begins[m], begins[m] + parts[m])
             sizes = sizes_of_parts(plan, run.start + m)
             if work.num_members[m] > 1 and sum(size.tokens for size in sizes):
-                shares[:, mine] = shares_of_parts(sizes, cost_model)
+                shares[:, mine] = shares_of_parts(sizes, cost_model.query_ratio)
             else:
                 shares[:, mine] = 1 / parts[m]
         micro_batch = np.repeat(np.arange(len(parts)), parts)

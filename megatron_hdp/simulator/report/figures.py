@@ -80,11 +80,11 @@ def headline(run: Run) -> str:
     ours, speedup = run.outcomes[name], run.speedup(name)
     if speedup is None:
         return f"The static mesh has no plan on this configuration; {name} has one: {_alone(ours)}."
-    return (
-        f"{name} trains {speedup:.2f} times as fast as the static mesh on this configuration; of "
-        f"a step, {ours.bubble_share or 0.0:.1%} is waiting instead of "
-        f"{mesh.bubble_share or 0.0:.1%}."
-    )
+    faster = f"{name} trains {speedup:.2f} times as fast as the static mesh on this configuration"
+    waits, of_mesh = (f"{one.bubble_share or 0.0:.1%}" for one in (ours, mesh))
+    if waits == of_mesh:
+        return f"{faster}; both wait for {waits} of a step."
+    return f"{faster}; of a step, {waits} is waiting instead of {of_mesh}."
 
 
 def warnings(run: Run, subject: Subject) -> list[str]:
