@@ -8,8 +8,8 @@ import numpy as np
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
-from megatron_hdp.planner.evaluation import MemberWork, work_of
 from megatron_hdp.planner.flat_plan import pieces
+from megatron_hdp.planner.member_work import MemberWork, work_of
 from megatron_hdp.planner.parts import shares_of_parts, sizes_of_parts
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.validation import tokens_per_member

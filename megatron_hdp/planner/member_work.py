@@ -1,0 +1,151 @@
+"""What the members of a plan's micro-batches compute and send, before anybody waits."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_hdp.arrays import AnyArray, BoolArray, Float64Array, Int64Array
+from megatron_hdp.planner.bounds import (
+    attention_s,
+    block_s,
+    compute_s,
+    fixed_s,
+    links_of,
+    merge_s,
+    sent_bytes,
+)
+from megatron_hdp.planner.cost_model import CostModel
+from megatron_hdp.planner.flat_plan import counts_of, owners_of, span_of
+from megatron_hdp.planner.types import Plan
+
+
+class MemberWork(NamedTuple):
+    """What the members of a run of micro-batches compute and send: all stages, both passes.
+
+    Traffic is that of a ring that passes its keys once, not by parts.
+    """
+
+    members: slice
+    """Their entries of ``plan.ranks``."""
+    num_members: Int64Array
+    """Of each micro-batch."""
+    attention_s: Float64Array
+    """Of each member: its share of the sharded sequences' attention, in D steps."""
+    linear_s: Float64Array
+    """Of each member: the rest of the sharded sequences, and merging what the ring gives."""
+    local_s: Float64Array
+    """Of each member: its own local sequences with their block."""
+    fixed_s: Float64Array
+    """Of each member: ``g`` and the blocks of the ring's steps."""
+    token_s: Float64Array
+    """Of each member: what a token of the ring takes besides attention."""
+    transfer_s: Float64Array
+    """Of each micro-batch: what a member sends, latency left out; a third of it forward."""
+    hop_s: Float64Array
+    """Of each micro-batch: latency of a hop, in one pass."""
+    ring_bytes: Float64Array
+    """Of each micro-batch: sent by all members."""
+
+    @property
+    def degrees(self) -> Float64Array:
+        """Members of each micro-batch."""
+        return self.num_members.astype(np.float64)
+
+    @property
+    def first_members(self) -> Int64Array:
+        """Entry of each micro-batch's first member, from 0 on."""
+        found: Int64Array = np.cumsum(self.num_members) - self.num_members
+        return found
+
+
+def work_of(
+    plan: Plan, cost_model: CostModel, stages: int, speeds: Float64Array, run: slice
+) -> MemberWork:
+    """What a run of a plan's micro-batches takes of members of these speeds, before they wait.
+
+    Traffic takes as long on all of them.
+    """
+    members = span_of(plan.rank_offsets, run)
+    num_members = counts_of(plan.rank_offsets, run)
+    degrees = num_members.astype(np.float64)
+    lengths = plan.lengths[plan.sequences[span_of(plan.sequence_offsets, run)]]
+    owner = owners_of(plan.sequence_offsets, run)
+    tokens = _sums(owner, lengths, len(degrees))
+    attention = _attention_sums(owner, lengths, len(degrees), cost_model)
+    sent = sent_bytes(degrees, tokens, cost_model)
+    bandwidth, hop = links_of(_in_one_node(plan, run, cost_model.ranks_per_node), cost_model)
+
+    def each(value: Float64Array) -> Float64Array:
+        """Of a micro-batch, for each of its members."""
+        return np.repeat(value, num_members)
+
+    speed = speeds[plan.ranks[members]]
+    linear = cost_model.linear_s_per_token * tokens / degrees
+    linear += merge_s(degrees, tokens / degrees, cost_model)
+    fixed, hops_s = fixed_s(degrees, cost_model, stages), cost_model.num_layers * stages * hop
+    if plan.num_parts is not None:
+        # a part's queries meet its own keys, then those of earlier parts, at every step
+        parts = plan.num_parts[run].astype(np.float64)
+        earlier = parts - 1
+        if plan.streams is not None:  # kept on the host each earlier part is met by itself
+            on_host = plan.streams[run] & (plan.offload_ratios[run] > 0)
+            earlier = np.where(on_host, parts * (parts - 1) / 2, earlier)
+        fixed = parts * fixed + earlier * degrees * block_s(cost_model, stages)
+        linear += cost_model.merge_b * tokens * earlier / parts
+    return MemberWork(
+        members=members,
+        num_members=num_members,
+        attention_s=each(attention / degrees) / speed,
+        linear_s=each(linear) / speed,
+        local_s=_local_times(plan, run, cost_model, stages) / speed,
+        fixed_s=each(fixed) / speed,
+        token_s=each(cost_model.linear_s_per_token / degrees) / speed,
+        transfer_s=sent / bandwidth,
+        hop_s=hops_s,
+        ring_bytes=(sent + np.where(degrees > 1, cost_model.halo_bytes, 0.0)) * degrees,
+    )
+
+
+def _attention_sums(
+    owner: NDArray[np.integer[Any]],
+    lengths: Int64Array,
+    num_micro_batches: int,
+    cost_model: CostModel,
+) -> Float64Array:
+    """Attention of each micro-batch's sequences on one rank of speed 1."""
+    if cost_model.attention_points:
+        return _sums(owner, attention_s(lengths, cost_model), num_micro_batches)
+    seen = cost_model.seen(lengths.astype(np.float64))
+    squares = cost_model.a * _sums(owner, seen, num_micro_batches)
+    return squares + cost_model.attention_b * _sums(owner, lengths, num_micro_batches)
+
+
+def _local_times(plan: Plan, run: slice, cost_model: CostModel, stages: int) -> Float64Array:
+    """Time of the local sequences of each member at speed 1, with their block."""
+    here, there = span_of(plan.rank_offsets, run), span_of(plan.local_offsets, run)
+    if there.start == there.stop:
+        return np.zeros(here.stop - here.start)
+    keys = owners_of(plan.rank_offsets, run) * plan.num_ranks + plan.ranks[here]
+    by_key = np.argsort(keys)
+    local_keys = owners_of(plan.local_offsets, run) * plan.num_ranks + plan.local_ranks[there]
+    members = by_key[np.searchsorted(keys, local_keys, sorter=by_key)]
+    seconds = compute_s(plan.lengths[plan.local_sequences[there]], cost_model)
+    local_s = _sums(members, seconds, len(keys))
+    held = np.unique(members)
+    blocks = np.repeat(plan.parts_of_each[run], counts_of(plan.rank_offsets, run))
+    local_s[held] += blocks[held] * block_s(cost_model, stages)
+    return local_s
+
+
+def _in_one_node(plan: Plan, run: slice, ranks_per_node: int) -> BoolArray:
+    members = span_of(plan.rank_offsets, run)
+    nodes = plan.ranks[members] // ranks_per_node
+    starts = plan.rank_offsets[run] - members.start
+    same: BoolArray = np.minimum.reduceat(nodes, starts) == np.maximum.reduceat(nodes, starts)
+    return same
+
+
+def _sums(keys: NDArray[np.integer[Any]], values: AnyArray, num_keys: int) -> Float64Array:
+    """Sum of the values of each key."""
+    return np.bincount(keys, weights=values, minlength=num_keys).astype(np.float64, copy=False)
