@@ -246,6 +246,11 @@ FAULTS: dict[str, Fault] = {
         f"{RING}.windowed.Halo.of",
         kept_one_token_too_early,
     ),
+    "parts-balance-experts-alone": _planted(  # each by its own counts, not the micro-batch's
+        replace(_PARTS, settings=_PARTS.settings | EXPERTS),
+        "megatron_hdp.megatron.execution.parts.routed_of",
+        lambda micro_batch: None,
+    ),
     "streams-count-twice": _planted(
         _STREAMS,
         "megatron_hdp.megatron.execution.model_pass.StepInProgress.computed_again",

@@ -47,6 +47,9 @@ def _offload() -> dict[str, Case]:
         "every-module": (2, joined(EXPERTS, four, dense_first, recomputing(*EVERY_MODULE))),
         "layernorm-pp2-virtual": (4, joined(layers(8), PP2, v2, recomputing("layernorm"))),
         "layernorm-mtp": (2, joined(four, MTP, recomputing("layernorm"))),
+        "mtp": (2, joined(four, MTP)),
+        "pp2-parts-mtp": (4, joined(layers(8), PP2, IN_PARTS, MTP)),
+        "pp2-parts-mtp-full-recompute": (4, joined(layers(8), PP2, IN_PARTS, MTP, RECOMPUTE)),
         "mla-latent-layernorm": (2, joined(latent, recomputing("layernorm"))),
         "mla-kv-every-module": (
             2,

@@ -244,7 +244,6 @@ def check_mtp(args: TrainingArguments) -> None:
         "--no-hdp-fused-loss": not args.hdp_fused_loss,
         "--window-size": args.window_size is not None,
         "--no-rope-freq": args.no_rope_freq is not None,
-        "--hdp-offload": args.hdp_offload != "off",
         "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
         "virtual stages": num_model_chunks(args) > 1,
         "--recompute-method block": args.recompute_method == "block",

@@ -5,6 +5,7 @@ Design: `docs/design/memory.md`.
 
 from megatron_hdp.planner.memory.activations import (
     kept_after_forward,
+    kept_of_further,
     kept_of_part,
     kept_of_stream,
     keys_of_part,
@@ -30,6 +31,7 @@ __all__ = [
     "StageMemory",
     "fullest_stage",
     "kept_after_forward",
+    "kept_of_further",
     "kept_of_part",
     "kept_of_stream",
     "keys_of_part",

@@ -105,13 +105,12 @@ def stage_memories(job: Job, most_tokens: int | None = None) -> list[StageMemory
 
 
 def waiting_activations(job: Job, stage: int) -> float:
-    """Bytes a token of what waits on a GPU of a stage for its backward, at most.
+    """Bytes a token of what a stage's layers keep on a GPU for their backward, at most.
 
     Of as many micro-batches, or passes through a model chunk, as are between forward and backward.
+    Layers of further tokens are not counted: what they keep is never offloaded.
     """
     of_chunks = [kept_of_part(job, part) for part in job.parts[stage :: job.stages]]
-    if stage == job.stages - 1:
-        of_chunks[-1] += kept_of_further(job)
     return job.most_alive(stage, of_chunks)
 
 
@@ -149,7 +148,8 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
         weights=b * weights,
         gradients=_GRADIENT * weights,
         optimizer=_optimizer_bytes(job, dense, experts),
-        activations=waiting_activations(job, stage) * job.tokens_per_rank,
+        activations=waiting_activations(job, stage) * job.tokens_per_rank
+        + (kept_of_further(job) * tokens if last else 0.0),
         keys=job.most_alive(stage, of_keys) * tokens,
         recomputed=recomputed_bytes(job, stage) * tokens,
         # and the gradient of one weight, before it is added to the others

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner.memory import (
     Job,
+    kept_of_further,
     kept_of_part,
     keys_of_part,
     second_stream_kept_of_part,
@@ -33,7 +34,8 @@ class MemoryCosts:
     row_bytes_per_token: tuple[float, ...]
     """Activations between forward and backward; one entry a row: stages of every model chunk."""
     row_keys_per_token: tuple[float, ...] = (0.0,)
-    """Beside them what stays on the device for later parts, likewise or the same of all rows."""
+    """Beside them what stays on the device for later parts, and of layers of further tokens;
+    likewise or the same of all rows."""
     work_tokens: tuple[float, ...] = (0.0,)
     """Tokens for which working memory is given; linear between them."""
     work_bytes: tuple[tuple[float, ...], ...] = ()
@@ -61,10 +63,12 @@ class MemoryCosts:
             for stage in stages
         ]
         rows = zip(job.parts, beside, strict=True)
+        keys = [keys_of_part(job, part) for part in job.parts]
+        keys[-1] += kept_of_further(job) + keys_of_part(job, job.shape.further)
         return cls(
             fixed_bytes=tuple(fixed),
             row_bytes_per_token=tuple(kept_of_part(job, part) + one for part, one in rows),
-            row_keys_per_token=tuple(keys_of_part(job, part) for part in job.parts),
+            row_keys_per_token=tuple(keys),
             work_tokens=tuple(float(size) for size in sizes),
             work_bytes=tuple(
                 tuple(one - kept for one in of_sizes)

@@ -142,7 +142,6 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         ("--no-hdp-fused-loss", "^--mtp-num-layers 2: found --no-hdp-fused-loss"),
         ("--window-size 8,0", "^--mtp-num-layers 2: found --window-size"),
         ("--no-rope-freq 2", "^--mtp-num-layers 2: found --no-rope-freq"),
-        ("--hdp-offload auto", "^--mtp-num-layers 2: found --hdp-offload"),
         (PP, "^--mtp-num-layers 2: found pipeline stages and a tied output layer"),
         (f"{PP} {VPP} 2", "^--mtp-num-layers 2: found virtual stages"),
         (f"{PP} {LAYOUT} Ett|ttL", f"^--mtp-num-layers 2: found {LAYOUT}"),
@@ -275,6 +274,7 @@ def test_what_would_depend_on_the_plan_is_refused_with_hdp_only(flags, message):
         "--mtp-num-layers 2",
         f"--mtp-num-layers 2 {PP} --untie-embeddings-and-output-weights",
         f"--mtp-num-layers 2 {FULL} uniform --recompute-num-layers 1",
+        "--mtp-num-layers 2 --num-layers 4 --hdp-offload auto",
         f"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 {YARN}",
     ],
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hdp.planner.memory import IN_FLIGHT_BYTES, stage_memory
+from megatron_hdp.planner.memory import IN_FLIGHT_BYTES, kept_of_further, stage_memory
 from tests.planner.blocking import interleaved, one_forward_one_backward
 from tests.support.jobs import job_of
 
@@ -32,6 +32,17 @@ def test_it_is_what_the_schedule_holds(stages, chunks):
             order = interleaved(many, stage, stages, chunks, stages)
         assert job.alive(stage) == pytest.approx(most_alive(order) / chunks)
         assert job.alive(0) == pytest.approx(stages + (stages - 1) / chunks * (chunks > 1))
+
+
+def test_layers_of_further_tokens_keep_all_that_a_micro_batch_has() -> None:
+    """Equation 3 holds the others to a capacity's worth; these stand on the last stage alone."""
+    shape = replace(JOB.shape, further=JOB.shape.layers[:2])
+    plain = replace(JOB, stages=2, tokens_per_rank=1024)
+    job = replace(plain, shape=shape)
+    for stage, more in ((0, 0.0), (1, 3000 * kept_of_further(job))):
+        found, without = (stage_memory(one, stage, 3000).activations for one in (job, plain))
+        assert found == pytest.approx(without + more)
+    assert kept_of_further(job) > 0
 
 
 SPLIT = {"tensor_ranks": 2, "stages": 2, "expert_ranks": 4, "num_gpus": 16}
