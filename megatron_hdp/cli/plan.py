@@ -3,9 +3,10 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.shared.numbers import number
+from megatron_hdp.cli.shared.numbers import number, whole
 from megatron_hdp.cli.shared.outputs import check_outputs
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.options import auto_or
 from megatron_hdp.strategies import AUTO, CHOICES, HELP
 
 if TYPE_CHECKING:
@@ -69,12 +70,13 @@ def _add_ranks(group: "argparse._ArgumentGroup") -> None:
         "model chunks on each stage; above 1 the schedule is interleaved",
         default=1,
     )
-    number(
-        add,
-        *("--sequence-parts", "N", 1, 1024),
-        "the most parts of equal time in which a micro-batch may pass the stages; each runs in as "
-        "many as make the step shortest",
+    add(
+        "--sequence-parts",
+        type=auto_or(whole(1, 1024)),
+        metavar="auto|N",
         default=1,
+        help="the most parts of equal time in which a micro-batch may pass the stages; each runs "
+        "in as many as make the step shortest; auto: 8 for each stage (default: 1)",
     )
     add(
         "--stage-weights",
@@ -205,7 +207,7 @@ def _run(arguments: argparse.Namespace) -> int:
         virtual_stages=arguments.virtual_stages,
         stage_weights=arguments.stage_weights,
         expert_parallel_size=arguments.expert_parallel_size,
-        sequence_parts=arguments.sequence_parts,
+        sequence_parts="auto" if arguments.sequence_parts is None else arguments.sequence_parts,
         offload=arguments.offload,
         streams=arguments.streams,
         effort=arguments.effort,

@@ -17,7 +17,7 @@ from megatron_hdp.options.declaration import (
     require_multiple,
 )
 from megatron_hdp.options.hdp import PLANNER_FLAGS, HdpOptions, trace_steps
-from megatron_hdp.options.parser import OptionParser, add_options, from_namespace
+from megatron_hdp.options.parser import OptionParser, add_options, auto_or, from_namespace
 from megatron_hdp.options.yaml_file import yaml_to_argv
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "OptionError",
     "OptionParser",
     "add_options",
+    "auto_or",
     "check_value",
     "check_values",
     "declared",

@@ -30,6 +30,7 @@ def option(
     below: float | None = None,
     required: bool = False,
     off_flag: str | None = None,
+    auto: bool = False,
 ) -> Any:
     """Declare a knob as a dataclass field; its annotation gives the type of the value.
 
@@ -44,6 +45,7 @@ def option(
         below: all values allowed are less than this.
         required: :func:`check_values` refuses the default.
         off_flag: the flag that sets a bool to False (default: ``--no-`` and the name).
+        auto: of a whole number: the word ``auto`` is a value, too; the field is None then.
     """
     metadata = {
         "help": help,
@@ -54,6 +56,7 @@ def option(
         "below": below,
         "required": required,
         "off_flag": off_flag,
+        "auto": auto,
     }
     return field(default=default, metadata=metadata)
 
@@ -143,7 +146,7 @@ def metavar(item: Field[Any], kind: Any) -> str | None:
     """Return what stands for the value; None where the choices do."""
     if item.metadata["choices"]:
         return None
-    by_type = {int: "N", float: "X", Path: "PATH"}
+    by_type = {int: "auto|N" if item.metadata["auto"] else "N", float: "X", Path: "PATH"}
     return item.metadata["metavar"] or by_type.get(kind, "TEXT")
 
 

@@ -53,14 +53,16 @@ class HdpOptions:
         "forward and backward if that saves ranks and the forward is long enough to hide the "
         "copies.",
     )
-    hdp_sequence_parts: int = option(
+    hdp_sequence_parts: int | None = option(
         1,
         minimum=1,
         maximum=1024,
+        auto=True,
         help="With pipeline stages, run each micro-batch in up to this many parts of equal time: a "
         "stage hands a part on while it computes the next one, so that the next stage begins "
         "earlier. Each runs in as many as make the step shortest. 1: all run "
-        "whole.",
+        "whole. auto: 8 for each stage, and 1 where no plan is in parts: without stages, or with a "
+        "strategy that does not plan for them.",
     )
     hdp_long_sequence: str = option(
         "error",

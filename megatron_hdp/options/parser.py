@@ -2,7 +2,7 @@
 
 import argparse
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from megatron_hdp.nearest import nearest
@@ -68,16 +68,28 @@ def add_options(
                 off_flag, dest=item.name, action="store_false", default=item.default, help=off_help
             )
             continue
-        many = typing.get_origin(kind) is tuple
+        many, shown = typing.get_origin(kind) is tuple, metavar(item, kind)
+        if item.metadata["auto"]:
+            kind = auto_or(kind)
         group.add_argument(
             flag_of(item.name),
             type=typing.get_args(kind)[0] if many else kind,
             nargs="+" if many else None,
             default=item.default,
             choices=item.metadata["choices"] or None,
-            metavar=metavar(item, kind),
+            metavar=shown,
             help=item.metadata["help"].replace("%", "%%"),
         )
+
+
+def auto_or(read: Callable[[str], int]) -> Callable[[str], int | None]:
+    """What reads a whole number, or the word ``auto`` as None."""
+
+    def read_either(text: str) -> int | None:
+        return None if text == "auto" else read(text)
+
+    read_either.__name__ = "int or auto"  # in argparse's own messages
+    return read_either
 
 
 def from_namespace(cls: type[T], namespace: argparse.Namespace) -> T:

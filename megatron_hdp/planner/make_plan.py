@@ -54,8 +54,9 @@ def plan(lengths: ArrayLike, *, strategy: str = AUTO, **arguments: Unpack[Argume
             - ``expert_parallel_size``: HDP ranks that share experts and wait for each other at
               every position; ranks k x this to (k + 1) x this - 1 are such a domain; a divisor of
               the ranks; the figures are those of `planner.experts.figures_in_lockstep` then
-            - ``sequence_parts``: the most parts in which a micro-batch may run on several stages;
-              where ranks share experts, all of a domain's run in equally many at a position
+            - ``sequence_parts``: the most parts in which a micro-batch may run on several stages,
+              or "auto": 8 for each stage; where ranks share experts, all of a domain's run in
+              equally many at a position
             - ``offload``: "auto" lets activations go to host memory where that saves ranks and no
               time
             - ``streams``: lets sequences run as streams where no ring holds them, or where that is

@@ -25,6 +25,21 @@ _NEAR = 1 / 8 + 1e-9  # a cut exactly so near is decided alike, however its time
 """A cut that lies nearer to a border of sequences than this share of a part goes to the border."""
 
 
+AUTO = "auto"
+"""As a number of parts: what `auto_parts` says."""
+
+_AUTO_PARTS, _MOST_PARTS = 8, 1024
+
+
+def auto_parts(stages: int) -> int:
+    """The most parts where nobody names a number: 8 for each stage, 1 without stages.
+
+    In so many the part that a pipeline of P stages waits for, P - 1 times, takes less than an
+    eighth of the whole's time in a stage.
+    """
+    return min(_MOST_PARTS, _AUTO_PARTS * stages) if stages > 1 else 1
+
+
 class Piece(NamedTuple):
     """Neighbouring tokens of one of the sequences that were cut."""
 

@@ -16,7 +16,7 @@ from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner.cost_model import LLAMA_7B, CostModel
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.flat_plan import PlanError, frozen
-from megatron_hdp.planner.parts import linear_tokens
+from megatron_hdp.planner.parts import AUTO, auto_parts, linear_tokens
 from megatron_hdp.planner.pipeline import Pipeline
 
 OFFLOAD = ("auto", "off")
@@ -47,7 +47,7 @@ class Arguments(TypedDict, total=False):
     virtual_stages: int
     stage_weights: Sequence[float] | None
     expert_parallel_size: int
-    sequence_parts: int
+    sequence_parts: int | str
     offload: str
     streams: bool
     effort: int
@@ -90,6 +90,8 @@ class Problem:
         weights = given.pop("stage_weights", None)
         listed = [] if weights is None else _list("stage_weights", weights)
         pipeline = Pipeline(stages, chunks, tuple(listed))
+        if given.get("sequence_parts") == AUTO:
+            given["sequence_parts"] = auto_parts(stages)
         return cls(lengths=np.asarray(lengths), cost_model=model, pipeline=pipeline, **given)
 
     def __post_init__(self) -> None:

@@ -253,6 +253,18 @@ def test_latents_travel_where_that_takes_less(tmp_path):
     assert kept["auto"] == kept["latent"] == 8 * (128 + 64) * 2
 
 
+def test_auto_parts_are_planned_and_their_keys_counted(tmp_path):
+    stages = ["num-layers: 8", "pipeline-model-parallel-size: 2"]
+    whole, auto, named = (
+        finding(with_lines(tmp_path, *stages, *more), 8)
+        for more in ((), *([f"hdp-sequence-parts: {number}"] for number in ("auto", 16)))
+    )
+    assert auto.memory == named.memory and auto.memory.keys > whole.memory.keys == 0
+    assert auto.step.step_s == named.step.step_s < whole.step.step_s
+    alone = finding(with_lines(tmp_path, "hdp-sequence-parts: auto"), 8)
+    assert alone.is_sound and alone.memory.keys == 0
+
+
 def test_virtual_stages_hold_more_and_are_planned_for(tmp_path):
     stages = ["num-layers: 8", "pipeline-model-parallel-size: 2"]
     plain = finding(with_lines(tmp_path, *stages), 8)

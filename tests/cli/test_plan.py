@@ -119,6 +119,9 @@ def test_stages(printed, tmp_path):
     assert 0 < figure(text, "efficiency") < figure(text, "target/makespan") <= 1.1
     names = [event["name"] for event in json.loads(trace.read_bytes())["traceEvents"]]
     assert any(name.endswith(", backward") for name in names)
+    auto, most = (printed(*stages, "--sequence-parts", parts) for parts in ("auto", 16))
+    assert "in up to 16 parts" in auto
+    assert figure(auto, "makespan") == figure(most, "makespan") < figure(text, "makespan")
     virtual = printed(*stages, "--virtual-stages", 3)
     assert "4,096 tokens and 2 stages of 3 virtual stages each\n" in virtual
 
@@ -274,6 +277,8 @@ ROOMY = ("--ranks", 2, "--tokens-per-rank", 9000)
         ((*ROOMY, "--ranks-per-node", 0), "--ranks-per-node: found 0"),
         ((*ROOMY, "--pipeline-stages", 0), "--pipeline-stages: found 0"),
         ((*ROOMY, "--effort", 0), "--effort: found 0"),
+        ((*ROOMY, "--sequence-parts", 0), "--sequence-parts: found 0, expected at least 1"),
+        ((*ROOMY, "--sequence-parts", "all"), "invalid int or auto value: 'all'"),
         ((*ROOMY, "--global-batch-tokens", 0), "--global-batch-tokens: found 0"),
         ((*ROOMY, "--global-batch-tokens", 1), "the first sequence of"),
         ((*ROOMY, "--seed", 1), "--seed 1 has no effect"),

@@ -86,6 +86,15 @@ def test_virtual_stages_wait_less_and_hold_more(
     assert "8 HDP ranks of 8,192 tokens and 2 stages of 2 virtual stages each" in shown
 
 
+def test_auto_parts_are_run_as_their_number(config: Path) -> None:
+    flags = ("--steps", "1", "--strategies", "static,auto", "--", *TWO_STAGES)
+    whole, auto, named = (
+        report(config, *flags, *more)["strategies"]["auto"]["step_time_s"]
+        for more in ((), *(("--hdp-sequence-parts", number) for number in ("auto", "16")))
+    )
+    assert auto == named < whole
+
+
 def test_stages_of_unequal_layers_take_their_weights(config: Path) -> None:
     flags = ("--steps", "1", "--strategies", "static", "--data", "preset:byted", "--")
     uneven = ("--decoder-first-pipeline-num-layers", "2")

@@ -98,7 +98,7 @@ def plans_of(arguments: TrainingArguments, case: Case, **more: bool) -> list[Pla
             tokens_per_rank=case.streams * arguments.hdp_tokens_per_rank,
             slice_multiple=arguments.hdp_slice_multiple,
             seed=seed,
-            most_parts=arguments.hdp_sequence_parts,
+            most_parts=arguments.sequence_parts,
             **more,
         )
         if case.streams > 1:

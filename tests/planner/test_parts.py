@@ -371,9 +371,20 @@ def test_a_sequence_that_fits_a_rank_only_by_offload_is_no_short_one():
     assert made.parts_of_each.max() > 1
 
 
+@pytest.mark.parametrize(("stages", "most"), [(1, 1), (2, 16), (4, 32), (256, 1024)])
+def test_auto_is_eight_parts_for_each_stage(stages, most):
+    lengths, asked = [3000, 50, 700, 80], {"ranks": 2, "tokens_per_rank": 2048}
+    auto, named = (
+        plan(lengths, **asked, pipeline_stages=stages, sequence_parts=one) for one in ("auto", most)
+    )
+    assert auto.fingerprint() == named.fingerprint()
+    assert auto.summary["lower_bound_s"] == named.summary["lower_bound_s"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"sequence_parts": "all"}, "sequence_parts is 'all'; expected an integer"),
         ({"sequence_parts": 0, "pipeline_stages": 2}, "sequence_parts is 0"),
         ({"sequence_parts": 4}, "1 pipeline stages"),
     ],

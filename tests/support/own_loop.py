@@ -167,7 +167,7 @@ def plan_of(session, batch, seed):
         tokens_per_rank=session.arguments.hdp_tokens_per_rank,
         seed=seed,
         offload=session.arguments.hdp_offload != "off",
-        most_parts=session.arguments.hdp_sequence_parts,
+        most_parts=session.arguments.sequence_parts,
     )
 
 

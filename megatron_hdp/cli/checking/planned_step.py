@@ -84,7 +84,7 @@ def run_setting(
         lockstep_ranks=expert_domain_size(arguments),
         max_length=arguments.seq_length,
         slice_multiple=arguments.hdp_slice_multiple,
-        sequence_parts=arguments.hdp_sequence_parts,
+        sequence_parts=arguments.sequence_parts,
         streams=arguments.streams,
         offload=arguments.hdp_offload,
         **others,

@@ -18,7 +18,12 @@ from megatron_hdp.megatron.options.model_options import (
     PositionOptions,
 )
 from megatron_hdp.options import HdpOptions, OptionError
+from megatron_hdp.planner.parts import auto_parts
 from megatron_hdp.planner.stages import StageSplit, parts_of
+from megatron_hdp.strategies import AUTO, STRATEGIES
+
+ON_PIPELINES = (AUTO, *(one.name for one in STRATEGIES if one.on_pipelines))
+"""Strategies whose plans run on pipeline stages as they are, without padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,15 @@ class TrainingArguments(
     ModelOptions,
 ):
     """All options of the training command, checked, defaults that depend on others filled in."""
+
+    @property
+    def sequence_parts(self) -> int:
+        """The most parts of a micro-batch; 1 where none may run in parts."""
+        if self.hdp_sequence_parts is not None:
+            return self.hdp_sequence_parts
+        if self.hdp_strategy not in ON_PIPELINES:
+            return 1
+        return auto_parts(self.pipeline_model_parallel_size)
 
 
 GROUPS = (

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_hdp.megatron.options.arguments import (
+    ON_PIPELINES,
     TrainingArguments,
     counted_layers,
     num_model_chunks,
@@ -15,7 +16,7 @@ from megatron_hdp.megatron.options.arguments import (
 )
 from megatron_hdp.options import OptionError, flag_of, no_effect, require_multiple
 from megatron_hdp.planner.stages import StageSplit
-from megatron_hdp.strategies import AUTO, STRATEGIES
+from megatron_hdp.strategies import AUTO
 
 _DATA_FLAGS = (
     "data_path",
@@ -25,9 +26,6 @@ _DATA_FLAGS = (
     "test_data_path",
     "per_split_data_args_path",
 )
-
-_ON_PIPELINES = (AUTO, *(one.name for one in STRATEGIES if one.on_pipelines))
-"""Strategies whose plans run as they are, without padding."""
 
 
 def check_model(args: TrainingArguments) -> None:
@@ -173,23 +171,23 @@ def check_layout(args: TrainingArguments) -> None:
     _check_parts(args)
     _check_streams(args)
     drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
-    if stages > 1 and drawn and args.hdp_strategy not in _ON_PIPELINES:
+    if stages > 1 and drawn and args.hdp_strategy not in ON_PIPELINES:
         raise OptionError(
             f"{drawn} with pipeline stages needs --hdp-strategy "
-            f"{' or '.join(_ON_PIPELINES)}: found {args.hdp_strategy}, whose plans do not "
+            f"{' or '.join(ON_PIPELINES)}: found {args.hdp_strategy}, whose plans do not "
             "show the padding that runs with them"
         )
 
 
 def _check_parts(args: TrainingArguments) -> None:
     """Checks which options work together with micro-batches that run in parts."""
-    if args.hdp_sequence_parts == 1:
+    if args.hdp_sequence_parts in (None, 1):
         return
     if args.pipeline_model_parallel_size == 1:
         raise no_effect(
             f"--hdp-sequence-parts {args.hdp_sequence_parts}", "--pipeline-model-parallel-size"
         )
-    if args.hdp_strategy not in _ON_PIPELINES:
+    if args.hdp_strategy not in ON_PIPELINES:
         raise OptionError(
             f"--hdp-sequence-parts {args.hdp_sequence_parts}: found --hdp-strategy "
             f"{args.hdp_strategy}, which does not work together with micro-batches in parts: leave "
@@ -297,7 +295,7 @@ def virtual_stage_choices(args: TrainingArguments) -> dict[int, TrainingArgument
     Empty without pipeline stages, and with a layout or parts, which fix the number. `args` are
     checked.
     """
-    is_fixed = args.pipeline_model_parallel_layout is not None or args.hdp_sequence_parts > 1
+    is_fixed = args.pipeline_model_parallel_layout is not None or args.sequence_parts > 1
     if args.pipeline_model_parallel_size == 1 or is_fixed:
         return {}
     choices = {}

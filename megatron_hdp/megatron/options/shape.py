@@ -204,7 +204,7 @@ def job_of(arguments: TrainingArguments, num_gpus: int, vocab_size: int) -> Job:
         recompute_num_layers=arguments.recompute_num_layers or 1,
         tokens_per_rank=arguments.hdp_tokens_per_rank,
         streams=arguments.streams,
-        runs_parts=arguments.hdp_sequence_parts > 1,
+        runs_parts=arguments.sequence_parts > 1,
     )
 
 

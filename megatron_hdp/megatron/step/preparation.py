@@ -60,7 +60,7 @@ def plan_settings(
         cost_model=cost_model,
         num_model_chunks=place.num_model_chunks,
         stage_weights=planned_weights(arguments, vocabulary) or (),
-        sequence_parts=arguments.hdp_sequence_parts,
+        sequence_parts=arguments.sequence_parts,
         streams=arguments.streams,
         window=model_shape(arguments, vocabulary).window,
     )

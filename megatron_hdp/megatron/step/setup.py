@@ -81,7 +81,7 @@ def build_executor(
     attention = select_attention(shapes, arguments.hdp_attention, comm)
     attention = with_float32_rings(attention, arguments.hdp_float32_rings_from, shapes)
     attention = with_own_ring(attention, shapes)
-    in_parts = arguments.hdp_sequence_parts > 1 or arguments.streams
+    in_parts = arguments.sequence_parts > 1 or arguments.streams
     if in_parts:
         attention = with_parts(attention, shapes)
     if arguments.multi_latent_attention:

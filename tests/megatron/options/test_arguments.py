@@ -233,6 +233,22 @@ def test_virtual_stages_are_named_in_two_ways(flags: str, expected: int) -> None
 
 
 @pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        ("", 1),
+        (f"{PP} --num-layers 8", 16),
+        (f"{PP} --num-layers 8 --hdp-strategy static", 16),
+        (f"{PP} --num-layers 8 --hdp-strategy naive", 1),  # does not plan for stages
+    ],
+)
+def test_auto_as_a_number_of_parts(flags: str, most: int, tmp_path: Path) -> None:
+    given = [*REQUIRED, *HDP, *flags.split()]
+    for auto in (["--hdp-sequence-parts", "auto"], _yaml(tmp_path, "hdp-sequence-parts: auto")):
+        assert parse_arguments([*given, *auto]).sequence_parts == most
+    assert parse_arguments(given).sequence_parts == 1
+
+
+@pytest.mark.parametrize(
     ("tensor", "expert", "expert_tensor", "size"),
     [(1, 1, 1, 1), (1, 4, 1, 4), (2, 2, 1, 1), (2, 2, 2, 2), (4, 2, 1, 1), (2, 8, 1, 4)],
 )

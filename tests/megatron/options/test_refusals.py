@@ -85,6 +85,7 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         ("--hdp-trace traces", "--hdp-trace DIR and --hdp-trace-steps"),
         ("--hdp-trace-steps 1", "--hdp-trace DIR and --hdp-trace-steps"),
         ("--hdp-sequence-parts 0", "--hdp-sequence-parts: found 0"),
+        ("--hdp-sequence-parts all", "--hdp-sequence-parts: invalid int or auto value: 'all'"),
         *(
             (f"--hdp-long-sequence stream {more}", f"sequence stream: found {found}")
             for more, found in (
