@@ -52,6 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "simulator/report": {"planner", "simulator", "simulator/execution"},
     "runtime": set(),
     "runtime/cuda": set(),
+    "runtime/copies": set(),
     "runtime/health": {"runtime"},
     "runtime/kernels": {"runtime"},
     "runtime/offload": {"runtime"},
@@ -113,7 +114,7 @@ PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 # Megatron too early, or where it is not needed.
 FACES = {
     *("planner/online", "planner/experts", "planner/shape", "planner/stages", "planner/memory"),
-    *("runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"),
+    *("runtime/copies", "runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"),
     *("runtime/attention", "runtime/loss", "megatron/options", "megatron/model"),
     *("megatron/optimizer", "megatron/execution", "megatron/step", "megatron/doctor"),
     *("data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"),

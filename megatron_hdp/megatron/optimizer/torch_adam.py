@@ -36,12 +36,16 @@ def restorable(optimizer: MegatronOptimizer) -> Iterator[None]:
                 _separate_steps(part.optimizer)
 
 
+def is_torch_adam(adam: object) -> bool:
+    """Whether it is torch's own, which makes its state in its first step and counts by parameter."""
+    return type(adam) in (torch.optim.Adam, torch.optim.AdamW)
+
+
 def _with_torch_adam(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    adams = (torch.optim.Adam, torch.optim.AdamW)
     parts = (
         part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)
     )
-    return [part for part in parts if type(part.optimizer) in adams]
+    return [part for part in parts if is_torch_adam(part.optimizer)]
 
 
 def without_parameters(optimizer: MegatronOptimizer) -> None:
@@ -74,13 +78,13 @@ def _with_state(optimizer: DistributedOptimizer) -> Callable[..., Any]:
     original = optimizer.sharded_state_dict
 
     def sharded_state_dict(*positional: Any, **named: Any) -> Any:
-        _create_state(optimizer.optimizer)
+        create_state(optimizer.optimizer)
         return original(*positional, **named)
 
     return sharded_state_dict
 
 
-def _create_state(adam: torch.optim.Optimizer) -> None:
+def create_state(adam: torch.optim.Optimizer) -> None:
     """Makes Adam's empty state real: a step with zero gradients at zero learning rate."""
     if adam.state:
         return
