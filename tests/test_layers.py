@@ -114,8 +114,8 @@ PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 # Megatron too early, or where it is not needed.
 FACES = {
     *("planner/online", "planner/experts", "planner/shape", "planner/stages", "planner/memory"),
-    *("runtime/copies", "runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"),
-    *("runtime/attention", "runtime/loss", "megatron/options", "megatron/model"),
+    *("runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"),
+    *("runtime/attention", "runtime/copies", "runtime/loss", "megatron/options", "megatron/model"),
     *("megatron/optimizer", "megatron/execution", "megatron/step", "megatron/doctor"),
     *("data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"),
     *("data/on_the_fly", "data/mixture", "data/steps", "data_plane/wire"),

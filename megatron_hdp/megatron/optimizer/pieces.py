@@ -117,7 +117,7 @@ class OptimizerShard:
                         mine = place["param"]
                         name = _expert_place(parameter) + names[id(parameter)]
                         piece = Piece(name, mine.start, mine.end, at)
-                        at += piece.count
+                        at += piece.size
                         yield _Owned(part, parameter, piece)
 
     @property
@@ -140,7 +140,7 @@ class OptimizerShard:
         for part, parameter, piece in self._owned:
             states = _states(part, parameter)
             for row, kind in zip(snapshot.values, ROWS, strict=True):
-                target = row[piece.at : piece.at + piece.count]
+                target = row[piece.at : piece.at + piece.size]
                 if kind in states:
                     target.copy_(states[kind].view(-1), non_blocking=True)
                 else:  # Adam makes its moments in its first step

@@ -35,7 +35,6 @@ from megatron_hdp.runtime.copies import (
     own_address,
     serving,
 )
-from megatron_hdp.runtime.copies.snapshots import in_host_memory, in_pinned_memory
 
 _LOCAL = "127.0.0.1"
 _VERSIONS, _COPIES = 2, 2
@@ -120,8 +119,7 @@ class ShardCopies:
         self._pending: int | None = None
         self._latest = -1
         is_on_gpu = any(one.is_cuda for chunk in chunks for one in chunk.parameters())
-        allocate = in_pinned_memory if is_on_gpu else in_host_memory
-        self._own = Shelf(members[rank], members, shard.layout, allocate)
+        self._own = Shelf(members[rank], members, shard.layout, pin=is_on_gpu)
         self._listener: Listener | None = None
         keeper: Address | None = None
         self.exposed: tuple[int, ...] = ()
@@ -295,10 +293,10 @@ def _assembled(
     if missing:
         raise ValueError(f"nobody holds the shards of members {sorted(missing)}")
     states = {
-        piece: torch.empty((len(layout.rows), piece.count), dtype=layout.dtype)
+        piece: torch.empty((len(layout.rows), piece.size), dtype=layout.dtype)
         for piece in layout.pieces
     }
-    missing_entries = {piece: piece.count for piece in layout.pieces}
+    missing_entries = {piece: piece.size for piece in layout.pieces}
     wanted = defaultdict(list)
     for piece in layout.pieces:
         wanted[piece.name].append(piece)
@@ -313,14 +311,14 @@ def _assembled(
             )
         parts = dict(_overlaps(old, wanted))
         if (snapshot := own.get(owner)) is not None:
-            values = {one: snapshot.values[:, one.at : one.at + one.count] for one in parts}
+            values = {one: snapshot.values[:, one.at : one.at + one.size] for one in parts}
         elif parts:
             source = Source(Address(*offer.address), chosen.version, chosen.members, owner)
             values = fetch(source, old, parts, timeout_s)
         for part, piece in parts.items():
             at = part.start - piece.start
-            states[piece][:, at : at + part.count] = values[part]
-            missing_entries[piece] -= part.count
+            states[piece][:, at : at + part.size] = values[part]
+            missing_entries[piece] -= part.size
     short = [piece.name for piece, count in missing_entries.items() if count]
     if short:
         raise ValueError(

@@ -37,7 +37,7 @@ def restorable(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def is_torch_adam(adam: object) -> bool:
-    """Whether it is torch's own, which makes its state in its first step and counts by parameter."""
+    """Whether it is torch's own, which has no state before its first step."""
     return type(adam) in (torch.optim.Adam, torch.optim.AdamW)
 
 

@@ -34,7 +34,7 @@ def neighbours(hosts: Sequence[str], domains: Sequence[int] | None = None) -> tu
             not both can differ, the domain does.
     """
     num_ranks = len(hosts)
-    choices = [list(hosts)]
+    choices: list[list[Hashable]] = [list(hosts)]
     if domains is not None:
         choices = [_joined(hosts, domains), list(domains), list(hosts)]
     units = next((one for one in choices if 2 * _largest(one) <= num_ranks), choices[-1])

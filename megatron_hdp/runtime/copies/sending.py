@@ -85,10 +85,10 @@ class Sender:
             while not done():
                 if self._error is not None:
                     raise self._error
-                if not self._changed.wait(min(_LOOK_S, self._timeout_s)):
-                    if time.monotonic() > deadline:
-                        why = f": {self.trouble}" if self.trouble else ""
-                        raise TimeoutError(f"waited {self._timeout_s:g} s for {what}{why}")
+                if time.monotonic() > deadline:
+                    why = f": {self.trouble}" if self.trouble else ""
+                    raise TimeoutError(f"waited {self._timeout_s:g} s for {what}{why}")
+                self._changed.wait(min(_LOOK_S, self._timeout_s))
 
     def _run(self) -> None:
         give_way()

@@ -15,7 +15,6 @@ from megatron_hdp.runtime.copies.snapshots import (
     Shelf,
     Snapshot,
     bytes_of,
-    in_host_memory,
 )
 from megatron_hdp.runtime.copies.wire import (
     Address,
@@ -60,7 +59,7 @@ def keeping(shelves: list[Shelf], members: Sequence[int]) -> Serve:
         shelf = next((one for one in shelves if one.owner == owner), None)
         if shelf is None or shelf.layout != layout:
             shelves[:] = [one for one in shelves if one.owner != owner]
-            shelf = Shelf(owner, members, layout, in_host_memory)
+            shelf = Shelf(owner, members, layout)
             shelves.append(shelf)
         while True:
             header = receive(connection, go_on)
@@ -93,9 +92,7 @@ def held(
     shelves: Sequence[Shelf], owner: int, members: tuple[int, ...], version: int
 ) -> Snapshot | None:
     """A version of an owner's shard, if it is on one of the shelves and whole."""
-    found = (
-        one.whole(version) for one in shelves if (one.owner, one.members) == (owner, members)
-    )
+    found = (one.whole(version) for one in shelves if (one.owner, one.members) == (owner, members))
     return next((one for one in found if one is not None), None)
 
 
@@ -114,16 +111,16 @@ def fetch(
         OSError: the source is gone or silent.
     """
     wanted = list(pieces)
-    values = torch.empty((len(layout.rows), sum(one.count for one in wanted)), dtype=layout.dtype)
+    values = torch.empty((len(layout.rows), sum(one.size for one in wanted)), dtype=layout.dtype)
     with connect(source.address, "fetch", timeout_s) as connection:
         request = {
             "version": source.version,
             "members": source.members,
             "owner": source.owner,
-            "parts": [(one.at, one.count) for one in wanted],
+            "parts": [(one.at, one.size) for one in wanted],
         }
         send(connection, request)
         receive(connection)
         receive_into(connection, bytes_of(values))
-    ends = values.split([one.count for one in wanted], dim=1)
+    ends = values.split([one.size for one in wanted], dim=1)
     return dict(zip(wanted, ends, strict=True))

@@ -7,13 +7,11 @@ buffers depends on the number of ranks, and the next reader may have another one
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
-
-Allocate = Callable[[tuple[int, int], torch.dtype], torch.Tensor]
 
 
 class Piece(NamedTuple):
@@ -25,7 +23,7 @@ class Piece(NamedTuple):
     at: int
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """Entries."""
         return self.stop - self.start
 
@@ -42,12 +40,13 @@ class Layout:
     @property
     def numel(self) -> int:
         """Entries of a row."""
-        return sum(piece.count for piece in self.pieces)
+        return sum(piece.size for piece in self.pieces)
 
     @property
     def num_bytes(self) -> int:
         """Of one version."""
-        return len(self.rows) * self.numel * self.dtype.itemsize
+        per_entry: int = self.dtype.itemsize
+        return len(self.rows) * self.numel * per_entry
 
     def to_json(self) -> dict[str, Any]:
         """For a message."""
@@ -80,16 +79,16 @@ class Shelf:
         owner: whose shard it is.
         members: among whom the state is spread; the shard is one of as many.
         layout: of the shard.
-        allocate: makes the memory of a version.
+        pin: whether the memory is for a GPU's copies.
     """
 
     def __init__(
-        self, owner: int, members: Sequence[int], layout: Layout, allocate: Allocate
+        self, owner: int, members: Sequence[int], layout: Layout, pin: bool = False
     ) -> None:
         self.owner = owner
         self.members = tuple(members)
         self.layout = layout
-        self._allocate = allocate
+        self._pin = pin
         self._lock = threading.Lock()
         self._snapshots: list[Snapshot] = []
 
@@ -102,7 +101,8 @@ class Shelf:
                 values = going[0].values
             else:
                 layout = self.layout
-                values = self._allocate((len(layout.rows), layout.numel), layout.dtype)
+                shape = len(layout.rows), layout.numel
+                values = torch.empty(shape, dtype=layout.dtype, pin_memory=self._pin)
             snapshot = Snapshot(version, values, facts)
             self._snapshots.append(snapshot)
             return snapshot
@@ -122,16 +122,6 @@ class Shelf:
         """Frees what is of other versions."""
         with self._lock:
             self._snapshots = [one for one in self._snapshots if one.version == version]
-
-
-def in_host_memory(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that no device copies to."""
-    return torch.empty(shape, dtype=dtype)
-
-
-def in_pinned_memory(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that a GPU copies to beside its compute."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

@@ -94,12 +94,11 @@ def send_bytes(to: socket.socket, body: memoryview) -> None:
         to.sendall(body[start : start + _CHUNK])
 
 
-def receive(
-    connection: socket.socket, go_on: Callable[[], bool] | None = None
-) -> dict[str, Any]:
+def receive(connection: socket.socket, go_on: Callable[[], bool] | None = None) -> dict[str, Any]:
     """The header of the next message.
 
     Args:
+        connection: that `connect` made, or a listener's.
         go_on: whether to wait on for a message that has not begun, asked several times a second;
             without it the connection's time-out ends the wait.
 

@@ -1,7 +1,5 @@
 """Copies of optimizer shards: a lost one is made again for another number of ranks, bit for bit."""
 
-import os
-import time
 from datetime import timedelta
 
 import pytest
@@ -132,9 +130,7 @@ def lose_one_and_gain_one(folder, changes):
         restore(held, chosen, optimizer, chunks, group, three)
         require_equal(whole_state(chunks, optimizer), expected)
         assert step_counts(optimizer) <= {3.0}
-        copies = ShardCopies(
-            optimizer, chunks, after, hosts=three, place_group=group, kept=held
-        )
+        copies = ShardCopies(optimizer, chunks, after, hosts=three, place_group=group, kept=held)
         copies.take(3)
         kept = {tuple(members) for _, members, _ in copies.versions()}
         assert kept == {(0, 1, LOST, 3)}  # until a version is whole among the three
