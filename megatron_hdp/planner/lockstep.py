@@ -86,6 +86,30 @@ def padding_parts(
     return found
 
 
+def streams_of(
+    plan: Plan, slots: Sequence[Int64Array], *, lockstep_ranks: int = 1
+) -> list[Int64Array]:
+    """1 where what a rank runs in a slot streams, else 0.
+
+    Ranks in lockstep meet in both forwards of a stream: each streams where one of them does, and
+    with it the other members of its ring.
+    """
+    of_each = np.append(plan.is_stream, False).astype(np.int64)
+    assert PADDING == -1, "it stands last"
+    while True:
+        found: list[Int64Array] = []
+        for begin in range(0, len(slots), lockstep_ranks):
+            alongside = np.stack(slots[begin : begin + lockstep_ranks])
+            together: Int64Array = of_each[alongside].max(axis=0)
+            found += [together] * lockstep_ranks
+        those = [here[streams > 0] for here, streams in zip(slots, found, strict=True)]
+        micro_batches = np.concatenate(those)
+        micro_batches = micro_batches[micro_batches != PADDING]
+        if of_each[micro_batches].all():
+            return found
+        of_each[micro_batches] = 1
+
+
 def parts_of(plan: Plan, slots: Int64Array) -> Int64Array:
     """In how many parts each slot's micro-batch runs; padding in one."""
     of_each = np.append(plan.parts_of_each, 1)

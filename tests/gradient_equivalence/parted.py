@@ -103,6 +103,17 @@ def streams() -> dict[str, Case]:
         "selective": (2, recomputing("core_attn")),
         "logits-tied": (2, joined(MHA, {"hdp_fused_loss": False})),
         "pp2": (4, joined(PP2, {"hdp_sequence_parts": 2})),
+        "mtp": (2, joined(MTP)),
+        "mtp-recompute": (2, joined(MTP, RECOMPUTE)),
+        "windows": (2, joined(SHORT, SINK)),
+        "some-windows": (3, joined(LONG, OFF_BY_ONE, every("2"), layers(4))),
+        "latent": (2, joined(MLA, LATENT)),
+        "kv": (2, joined(MLA, KV)),
+        "experts": (2, joined(EXPERTS)),
+        "experts-shared": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"])),
+        "experts-across": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"], ACROSS)),
+        "experts-across-rings": (4, joined(EXPERTS, EXPERT_MODELS["glm"], ACROSS)),
+        "pp2-virtual": (4, joined(virtual(2), {"hdp_sequence_parts": 2})),
     }
     return {
         f"streams/{name}": Case(

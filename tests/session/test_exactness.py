@@ -34,6 +34,7 @@ def test_every_loss_under_rings(run_ranks, ranks):
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
 TP2 = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
 PP2 = {"pipeline_model_parallel_size": 2, "hdp_tokens_per_rank": 200}
+STREAMS = {"hdp_long_sequence": "stream", "hdp_offload": "auto"}
 LAYOUTS = {  # ranks, overrides
     "tp2-overlap": (2, TP2 | SHARDED | {"hdp_tokens_per_rank": 200}),
     "tp2-sp": (4, TP2 | {"sequence_parallel": True}),
@@ -45,6 +46,7 @@ LAYOUTS = {  # ranks, overrides
     "experts": (2, EXPERTS | {"expert_model_parallel_size": 2}),
     "recompute": (2, RECOMPUTE),
     "offload": (2, {"num_layers": 4, "hdp_offload": "auto"}),
+    "streams": (2, STREAMS | {"hdp_tokens_per_rank": 48}),
 }
 QUICK = {"tp2-overlap"}  # a pipeline below, experts in the slow ones
 

@@ -24,7 +24,7 @@ from megatron_hdp.options import HdpOptions
 from megatron_hdp.session import FromHidden, FromLogProbs, HdpSession, TokenBatch, weights_of
 from tests.support import gradients
 from tests.support.gradients import VOCABULARY, largest_error, tiny_arguments, whole_gradients
-from tests.support.random_plans import random_plan
+from tests.support.random_plans import in_streams, random_plan
 
 LENGTHS = (1, 2, 30, 100, 64, 65, 7, 200, 129)
 HIDDEN = 16
@@ -161,14 +161,16 @@ def plan_of(session, batch, seed):
     """The session's plan, or a random one."""
     if seed is None:
         return None
-    return random_plan(
+    tokens_per_rank, streams = session.arguments.hdp_tokens_per_rank, session.arguments.streams
+    made = random_plan(
         [len(one) for one in batch.tokens],
         ranks=session.place.num_hdp_ranks,
-        tokens_per_rank=session.arguments.hdp_tokens_per_rank,
+        tokens_per_rank=16 * tokens_per_rank if streams else tokens_per_rank,
         seed=seed,
-        offload=session.arguments.hdp_offload != "off",
+        offload=session.arguments.hdp_offload != "off" and not streams,
         most_parts=session.arguments.sequence_parts,
     )
+    return in_streams(made, tokens_per_rank=tokens_per_rank, seed=seed) if streams else made
 
 
 def step_of(session, batch, kind, seed):

@@ -23,6 +23,7 @@ from megatron_hdp.planner.lockstep import (
     padding_parts,
     parts_of,
     slots,
+    streams_of,
 )
 
 _COLUMNS = ("sources", "rows", "starts", "lengths", "num_labels", "num_loss_tokens")
@@ -52,7 +53,7 @@ class RankShare:
     padding_parts: Int64Array
     """Parts of padding behind them, see `planner.lockstep.padding_parts`."""
     streams: Int64Array
-    """1 where they are those of a stream, else 0."""
+    """1 where they are those of a stream, else 0, see `planner.lockstep.streams_of`."""
     offload_ratios: Float64Array
     ring_offsets: Int64Array
     ring: Int64Array
@@ -116,6 +117,7 @@ class StepShares:
         self._end_together = end_together(plan, self._slots, lockstep_ranks=lockstep_ranks)
         self._begin_together = begin_together(plan, self._slots)
         self._padding_parts = padding_parts(plan, self._slots, lockstep_ranks=lockstep_ranks)
+        self._streams = streams_of(plan, self._slots, lockstep_ranks=lockstep_ranks)
         members = np.append(plan.ranks, [PADDING])  # a padding slot's ring is its rank alone
         self._members = members.astype(np.int64)
         owners = np.repeat(np.arange(plan.num_micro_batches), np.diff(plan.local_offsets))
@@ -157,7 +159,7 @@ class StepShares:
         ratios = np.where(is_padding, 0.0, plan.offload_ratios[m])
         num_parts = parts_of(plan, indices)
         of_padding = np.concatenate([self._padding_parts[rank] for rank in ranks])
-        streams = np.where(is_padding, 0, plan.is_stream[m].astype(np.int64))
+        streams = np.concatenate([self._streams[rank] for rank in ranks])
 
         slot_offsets, of_rings, of_ids = _offsets(counts), _offsets(sizes), _offsets(totals)
         shares = []

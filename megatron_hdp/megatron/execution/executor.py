@@ -35,8 +35,9 @@ from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
 from megatron_hdp.megatron.execution.param_gather import start_param_gather
 from megatron_hdp.megatron.execution.parts import PartedPass, Parts, layouts_of
 from megatron_hdp.megatron.execution.schedule_timers import Pass, noting_compute
+from megatron_hdp.megatron.model import HdpCoreAttention
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
-from megatron_hdp.runtime.attention import AttentionBackend
+from megatron_hdp.runtime.attention import AttentionBackend, AttentionByLatent
 from megatron_hdp.runtime.gathering import EveryRankError
 from megatron_hdp.runtime.host_to_device import with_arrays_ahead
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
@@ -260,12 +261,31 @@ class HdpExecutor:
 
     def _reserve_for_stream(self, micro_batch: RankMicroBatch) -> None:
         """Room for keys, values and the sums of their gradients, of all layers and parts."""
-        config = self._config
-        values = config.kv_channels * config.num_query_groups // self.place.num_tensor_ranks
-        sums = torch.promote_types(config.params_dtype, torch.float32).itemsize
-        of_token = 2 * len(self.layers) * values * (config.params_dtype.itemsize + sums)
-        largest = max(len(part.tokens) for part in micro_batch.in_parts())
-        self.offload.pool.reserve(of_token * len(micro_batch.tokens), values * sums * largest)
+        sizes = [len(part.tokens) for part in micro_batch.in_parts()]
+        windows = [
+            module.window
+            for chunk in self.chunks
+            for module in chunk.modules()
+            if isinstance(module, HdpCoreAttention)
+        ]
+        values, largest = self._kept_values(), max(sizes)
+        held = sum(
+            sum(sizes) if window is None else len(sizes) * min(window - 1, sum(sizes))
+            for window in windows
+        )
+        wide = torch.promote_types(self._config.params_dtype, torch.float32).itemsize
+        of_value = self._config.params_dtype.itemsize + wide
+        self.offload.pool.reserve(values * of_value * held, values * wide * largest)
+
+    def _kept_values(self) -> int:
+        """Values of a token that one layer of a stream keeps on this rank."""
+        config, tensor_ranks = self._config, self.place.num_tensor_ranks
+        if not getattr(config, "multi_latent_attention", False):
+            return int(2 * config.kv_channels * config.num_query_groups // tensor_ranks)
+        if isinstance(self.attention, AttentionByLatent):
+            return int(config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        of_head = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+        return int(of_head * config.num_attention_heads // tensor_ranks)
 
     def activation_bytes_per_token(self) -> float:
         """What autograd keeps of one token in one layer on this rank, counted on a small example.

@@ -214,4 +214,4 @@ def layouts_of(micro_batch: RankMicroBatch, hdp_rank: int) -> Sequence[TokenLayo
     if not micro_batch.parts:
         return [TokenLayout(ring, ring.index(hdp_rank), *held[0], device)]
     told = [(*one, *part[2:]) for one, part in zip(held, micro_batch.parts, strict=True)]
-    return part_layouts(ring, ring.index(hdp_rank), told, device)
+    return part_layouts(ring, ring.index(hdp_rank), told, device, micro_batch.is_stream)

@@ -10,6 +10,7 @@ from megatron_hdp.megatron.options.arguments import (
     ON_PIPELINES,
     TrainingArguments,
     counted_layers,
+    expert_domain_size,
     num_model_chunks,
     planned_layers,
     stage_split,
@@ -204,18 +205,24 @@ def _check_streams(args: TrainingArguments) -> None:
     if not args.streams:
         return
     refused = {
-        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
-        "--num-experts": args.num_experts is not None,
-        "--window-size": args.window_size is not None,
-        "--multi-latent-attention": args.multi_latent_attention,
-        f"--hdp-strategy {args.hdp_strategy}": args.hdp_strategy not in _ON_ONE_STAGE,
+        "--pipeline-model-parallel-size": (
+            args.pipeline_model_parallel_size > 1,
+            "plans of stages have no streams: set it to 1, or leave streams out",
+        ),
+        "--expert-model-parallel-size": (
+            expert_domain_size(args) > 1,
+            "HDP ranks that share experts would all compute a slot twice where one of them "
+            "streams, and no plan weighs that: keep an EP group inside of "
+            "--tensor-model-parallel-size, or leave streams out",
+        ),
+        f"--hdp-strategy {args.hdp_strategy}": (
+            args.hdp_strategy not in _ON_ONE_STAGE,
+            f"it plans no streams: expected one of {', '.join(_ON_ONE_STAGE)}",
+        ),
     }
-    found = [name for name, is_found in refused.items() if is_found]
-    if found:
-        raise OptionError(
-            f"--hdp-long-sequence stream: found {found[0]}, which does not work together with "
-            "streams: leave one of them out"
-        )
+    for name, (is_found, why) in refused.items():
+        if is_found:
+            raise OptionError(f"--hdp-long-sequence stream: found {name}; {why}")
 
 
 def check_schedule(args: TrainingArguments) -> None:

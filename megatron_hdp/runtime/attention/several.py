@@ -95,8 +95,11 @@ class AttentionByLatent(OneOfTwo):
     def latent_travels(self, layout: TokenLayout) -> bool:
         """Whether this micro-batch is for `latent_ring`; without a ring nothing travels.
 
-        Its parts are for the same one, which finds what it kept of earlier parts.
+        Its parts are for the same one, which finds what it kept of earlier parts. A stream always
+        is: it keeps latents, far fewer bytes than keys and values.
         """
+        if isinstance(layout, PartLayout) and layout.is_stream:
+            return True
         return layout.longest_in_ring > 0 and self._decision(layout)
 
 

@@ -126,6 +126,10 @@ class HostKeys(EarlierKeys):
                 behind.fetch()
             yield Group(piece.stretch, tuple(one.take() for one in piece.keys))
 
+    def of(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
+        """What one part keeps, as it was put."""
+        return tuple(one.take() for one in self._pieces[stretch.key][stretch.first].keys)
+
     def add(self, stretch: Stretch, *gradients: torch.Tensor) -> None:
         """Adds to the gradients of a group."""
         pieces = self._pieces[stretch.key]

@@ -55,6 +55,8 @@ class PartLayout(TokenLayout):
     """Tokens on each member of the micro-batch's ring sequences, over all parts."""
     whole_longest: int = field(kw_only=True)
     """`longest` over all parts."""
+    is_stream: bool = field(kw_only=True)
+    """Whether what is kept for later parts is all that stays of them."""
 
     @property
     def ring_lengths(self) -> tuple[int, ...]:
@@ -209,6 +211,7 @@ def part_layouts(
     index: int,
     parts: Sequence[tuple[tuple[int, ...], tuple[int, ...], bool, bool, int]],
     device: torch.device,
+    is_stream: bool = False,
 ) -> list[PartLayout]:
     """The layouts of a micro-batch's parts.
 
@@ -218,6 +221,7 @@ def part_layouts(
         device: likewise.
         parts: of each its ring slices and its whole sequences, whether the first of either
             continues what the part before ends with, and its padding.
+        is_stream: as of `PartLayout`.
     """
     sequences: dict[str, list[list[tuple[int, int]]]] = {RING: [], LOCAL: []}
     for number, (slices, lengths, continues_ring, continues_local, padding) in enumerate(parts):
@@ -257,6 +261,7 @@ def part_layouts(
             padding=padding,
             whole_slices=whole[RING],
             whole_longest=max(whole[LOCAL], default=0),
+            is_stream=is_stream,
         )
         for number, (slices, lengths, _, _, padding) in enumerate(parts)
     ]
