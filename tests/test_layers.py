@@ -65,7 +65,9 @@ ROOMS: dict[str, set[str]] = {
     "megatron/cpu": set(),
     "megatron": {"planner", "data", "runtime", "megatron/options", "megatron/cpu"},
     "megatron/model": {"megatron", "megatron/options", "runtime"},
-    "megatron/optimizer": {"megatron", "megatron/options", "megatron/model", "runtime"},
+    "megatron/optimizer": {
+        *{"megatron", "megatron/options", "megatron/model", "planner", "runtime"},
+    },
     "megatron/checkpoint": {
         *{"megatron", "megatron/options", "megatron/optimizer"},
         *{"data", "runtime"},

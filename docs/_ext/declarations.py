@@ -197,6 +197,13 @@ def report_keys() -> str:
     return _key_table(REPORT_KEYS)
 
 
+def failure_keys() -> str:
+    """Keys of ``failures`` in ``report.json``."""
+    from megatron_hdp.simulator.execution import FAILURE_KEYS
+
+    return _key_table(FAILURE_KEYS)
+
+
 def step_record() -> str:
     """Keys of a step in ``report.json``."""
     from megatron_hdp.simulator.execution import StepRecord
@@ -264,6 +271,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "plan": plan_keys,
     "report": report_keys,
+    "failures": failure_keys,
     "step-record": step_record,
     "machine": machine,
     "cost-model": cost_model,

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from megatron_hdp.cli.shared.numbers import number
+from megatron_hdp.cli.shared.numbers import above_zero, number
 from megatron_hdp.cli.shared.outputs import check_outputs, steps_bar, write_json
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.strategies import CHOICES
@@ -39,6 +39,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="write a report to read: a page that needs no network (.html) or a picture (.png, "
         ".svg, .pdf); may be repeated",
     )
+    _add_failures(parser.add_argument_group("failures"))
     parser.set_defaults(run=_run)
 
 
@@ -105,8 +106,32 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
     )
 
 
+def _add_failures(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--mtbf",
+        type=above_zero,
+        metavar="HOURS",
+        help="mean time between failures of the whole job: say what share of the time is lost by "
+        "restarts, and by resuming without the failed host",
+    )
+    for flag, metavar, default, words in (
+        ("--restart-minutes", "M", 5.0, "from a failure to the first step of the restarted job"),
+        ("--regroup-seconds", "S", 20.0, "from a failure to the step that survivors do again"),
+        ("--replace-minutes", "M", 60.0, "until a failed host is replaced"),
+    ):
+        words += f" (default: {default:g})"
+        add(flag, type=above_zero, metavar=metavar, default=default, help=words)
+    add(
+        "--checkpoint-minutes",
+        type=above_zero,
+        metavar="M",
+        help="between checkpoints (default: --save-interval steps of the configuration, else 30)",
+    )
+
+
 def _run(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli import simulated_run
+    from megatron_hdp.cli import simulated_failures, simulated_run
     from megatron_hdp.simulator.execution import simulate
     from megatron_hdp.simulator.report import write_report
 
@@ -124,8 +149,11 @@ def _run(arguments: argparse.Namespace) -> int:
     with steps_bar("steps run", total) as bar:
         run = simulate(setting, batches, strategies, arguments.seed, done=bar.update)
     print(simulated_run.table(run))
+    forecast = simulated_failures.forecast_of(run, batches, arguments, options)
+    if forecast is not None:
+        print(simulated_failures.text_of(forecast))
     if arguments.output:
-        write_json(arguments.output, simulated_run.record(run, arguments))
+        write_json(arguments.output, simulated_run.record(run, arguments, forecast))
     for path in arguments.report:
         write_report(run, subject, path)
         print(f"report written to {path}")

@@ -23,7 +23,14 @@ from megatron_hdp.cli.lengths import PRESET, preset_of, read_lengths
 from megatron_hdp.cli.shared.numbers import read_speeds
 from megatron_hdp.megatron.options import cost_model_of_job, parse_arguments, tokenizer_of
 from megatron_hdp.options import PLANNER_FLAGS
-from megatron_hdp.simulator.execution import Disturbance, Machine, Run, Setting, read_changes
+from megatron_hdp.simulator.execution import (
+    Disturbance,
+    Forecast,
+    Machine,
+    Run,
+    Setting,
+    read_changes,
+)
 from megatron_hdp.simulator.report import COLUMNS, Subject, cells
 from megatron_hdp.simulator.units import aligned, stages_of
 
@@ -201,13 +208,17 @@ def table(run: Run) -> str:
     return "\n".join(aligned(rows) + notes)
 
 
-def record(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
+def record(
+    run: Run, arguments: argparse.Namespace, forecast: Forecast | None = None
+) -> dict[str, Any]:
     """All figures; the same for the same flags."""
+    failures = {} if forecast is None else {"failures": forecast.figures()}
     return {
         "config": " ".join(arguments.config),
         "gpus": run.setting.num_gpus,
         "seed": run.seed,
         "strategies": {name: run.figures(name) for name in run.outcomes},
+        **failures,
     }
 
 

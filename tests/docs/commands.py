@@ -109,6 +109,9 @@ COMMANDS = {
     "megatron-hdp simulate --config configs/bytescale/llama-7b-256k.yaml --gpus 1024 --data "
     "preset:byted --strategies static,naive,bytescale,dynamic-cp,auto --steps 3 --output "
     "report.json -- --hdp-offload off": COMMAND,
+    "megatron-hdp simulate --config configs/bytescale/llama-7b-256k.yaml --gpus 1024 --data "
+    "preset:byted --strategies auto --steps 1 --mtbf 7.9 --restart-minutes 5 -- --hdp-offload "
+    "off": COMMAND,
     f"{SIMULATE} --report report.html --report report.png": COMMAND,
     f"{SIMULATE} --noise 0.1 --slow 7:0.8": COMMAND,
     "megatron-hdp simulate --config configs/bytescale/llama-7b-2m.yaml --gpus 1024 --data "

@@ -1,6 +1,7 @@
 """Numbers that a user gives: whole ones by flags, and files with one a line."""
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 
 _PIECE = 2**20  # characters
@@ -19,6 +20,17 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
     read.__name__ = "int"  # in argparse's own messages
     return read
+
+
+def above_zero(text: str) -> float:
+    """Read a flag's number, with a fraction or without; refuse one that is not above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text}, expected a finite number above 0")
+    return value
+
+
+above_zero.__name__ = "float"  # in argparse's own messages
 
 
 def number(

@@ -6,7 +6,6 @@ from megatron_hdp.megatron.optimizer.parts import laid_out, settings
 from megatron_hdp.megatron.optimizer.shard_copies import (
     Held,
     ShardCopies,
-    copies_bytes,
     restore,
 )
 from megatron_hdp.megatron.optimizer.whole_state import gather_whole_states
@@ -20,7 +19,6 @@ __all__ = [
     "build_scheduler",
     "choose_common",
     "choose_version",
-    "copies_bytes",
     "gather_whole_states",
     "laid_out",
     "restore",

@@ -19,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_hdp.megatron.optimizer.pieces import OptimizerShard
+from megatron_hdp.planner.memory import copies_bytes
 from megatron_hdp.runtime.copies import (
     Address,
     Chosen,
@@ -37,15 +38,6 @@ from megatron_hdp.runtime.copies import (
 )
 
 _LOCAL = "127.0.0.1"
-_VERSIONS, _COPIES = 2, 2
-
-
-def copies_bytes(state_bytes: float) -> float:
-    """Host memory that copies take of a GPU whose shard of the optimizer has so many bytes.
-
-    Two versions of its own and two of a neighbour's.
-    """
-    return _VERSIONS * _COPIES * state_bytes
 
 
 class Held:

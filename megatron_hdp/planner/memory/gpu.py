@@ -209,6 +209,24 @@ def _optimizer_bytes(job: Job, dense: float, experts: float) -> float:
     return each * (dense / job.hdp_ranks + experts / expert_copies)
 
 
+def shard_bytes(job: Job) -> float:
+    """One version of a GPU's shard of the distributed optimizer, as it is copied to a neighbour.
+
+    Main parameters and two moments, in float32 unless the job is in float64: of the fullest stage.
+    """
+    each = _MOMENTS + (_MASTER if job.bf16 else 0)
+    state = max(one.optimizer for one in stage_memories(job))
+    return state / each * (2 if job.fp64 else 1) * (_MOMENTS + _MASTER)
+
+
+def copies_bytes(num_bytes: float) -> float:
+    """Host memory of the copies of a GPU whose shard has so many bytes.
+
+    Two versions of its own, two of a neighbour's.
+    """
+    return 2 * 2 * num_bytes
+
+
 def _largest_matrix(job: Job, layer: Layer) -> float:
     mlp = layer.mlp
     inner = mlp.inner_matrices * layer.hidden_size

@@ -4,6 +4,12 @@
 of several strategies.
 """
 
+from megatron_hdp.simulator.execution.failures import (
+    FAILURE_KEYS,
+    Failures,
+    Forecast,
+    useful_share,
+)
 from megatron_hdp.simulator.execution.machine import Machine, read_changes
 from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace
 from megatron_hdp.simulator.execution.noise import Disturbance
@@ -12,13 +18,17 @@ from megatron_hdp.simulator.execution.run import (
     Outcome,
     Run,
     Setting,
+    outcome_of,
     simulate,
 )
 from megatron_hdp.simulator.execution.step import StepExecution, StepRecord, execute
 
 __all__ = [
+    "FAILURE_KEYS",
     "REPORT_KEYS",
     "Disturbance",
+    "Failures",
+    "Forecast",
     "Machine",
     "MemoryCosts",
     "MemoryTrace",
@@ -28,6 +38,8 @@ __all__ = [
     "StepExecution",
     "StepRecord",
     "execute",
+    "outcome_of",
     "read_changes",
     "simulate",
+    "useful_share",
 ]

@@ -37,7 +37,7 @@ NOT_KNOWN = (
     "with it.",
     "Layers that are unlike; embedding and loss count in none.",
     "The allocator's fragments; nothing stops a plan that needs more memory than a GPU has.",
-    "Checkpoints, evaluation, failures.",
+    "Checkpoints, evaluation, failures (simulate --mtbf has these).",
 )
 
 
