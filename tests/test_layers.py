@@ -77,6 +77,9 @@ ROOMS: dict[str, set[str]] = {
         *{"megatron", "megatron/options", "megatron/model", "megatron/execution"},
         *{"planner", "data", "data_plane", "simulator", "runtime"},
     },
+    "megatron/world": {
+        *{"megatron", "megatron/options", "megatron/execution", "megatron/step", "runtime"},
+    },
     "megatron/lm": {
         *{"megatron", "megatron/options", "megatron/cpu"},
         *{"megatron/model", "megatron/optimizer", "megatron/checkpoint"},
@@ -119,6 +122,7 @@ FACES = {
     *("runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"),
     *("runtime/attention", "runtime/copies", "runtime/loss", "megatron/options", "megatron/model"),
     *("megatron/optimizer", "megatron/execution", "megatron/step", "megatron/doctor"),
+    "megatron/world",
     *("data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"),
     *("data/on_the_fly", "data/mixture", "data/steps", "data_plane/wire"),
     *("simulator/execution", "simulator/report", "cli/checking"),

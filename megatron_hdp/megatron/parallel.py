@@ -24,7 +24,7 @@ from megatron_hdp.megatron.options import (
 )
 from megatron_hdp.planner.channels import Nccl
 from megatron_hdp.runtime.gathering import gathered
-from megatron_hdp.runtime.health import store_of_attempt
+from megatron_hdp.runtime.health import restart_meetings, store_of_attempt
 from megatron_hdp.runtime.ring import RingComm, new_ring_group, running_nccl
 from megatron_hdp.runtime.timeline import Timeline
 
@@ -67,12 +67,28 @@ def join_job(arguments: TrainingArguments) -> None:
             f"{os.environ['WORLD_SIZE']} ranks come within {minutes} minutes "
             "(--distributed-timeout-minutes)"
         ) from error
+    enter_job(arguments, JobPlace(store, rank, world_size))
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """Where a process stands in a job."""
+
+    store: dist.Store
+    """In which only these ranks find each other."""
+    rank: int
+    world_size: int
+
+
+def enter_job(arguments: TrainingArguments, place: JobPlace) -> None:
+    """Makes torch.distributed's default group; `leave_job` undoes it."""
+    restart_meetings()
     dist.init_process_group(
-        backend=_backend(arguments.distributed_backend, device),
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
+        backend=_backend(arguments.distributed_backend, compute_device()),
+        store=place.store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(minutes=communication_minutes(arguments)),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.runtime.gathering import EveryRankError
 from megatron_hdp.session.losses import FromHidden, FromLogProbs
 from megatron_hdp.session.objectives import name_of
@@ -57,3 +58,24 @@ def _require_above_0(name: str, given: Any) -> None:
     is_number = isinstance(given, Real) and not isinstance(given, bool)
     if not (is_number and math.isfinite(given) and given > 0):
         raise ValueError(f"found {name} {given!r}, expected a finite number above 0")
+
+
+def require_known(arguments: TrainingArguments) -> None:
+    """Refuses what a session does not know."""
+    if not arguments.hybrid_data_parallel:
+        raise ValueError("found no --hybrid-data-parallel, which a session runs by: add it")
+    if not arguments.hdp_fused_loss:
+        raise ValueError(
+            "found --no-hdp-fused-loss: a session's losses begin at the model's hidden states, "
+            "without its logits: leave it out"
+        )
+    if arguments.mtp_num_layers is not None:
+        raise ValueError(
+            f"found --mtp-num-layers {arguments.mtp_num_layers}, expected none: a session's losses "
+            "begin at the model's last hidden states, and these layers would learn nothing"
+        )
+    if arguments.hidden_dropout:
+        raise ValueError(
+            f"found --hidden-dropout {arguments.hidden_dropout}, expected 0: a session's gradients "
+            "do not depend on the plan, and what dropout draws would"
+        )

@@ -79,6 +79,14 @@ def require_finite_loss(
     )
 
 
+def clear_gradients(chunks: Sequence[Any], parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Of a model and of a loss; some of Megatron's optimizers leave theirs in ``grad``."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    for one in (*parameters, *(one for chunk in chunks for one in chunk.parameters())):
+        one.grad = None
+
+
 def finish_gradients(
     chunks: Sequence[Any],
     parameters: Sequence[torch.nn.Parameter],

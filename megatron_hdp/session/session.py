@@ -15,29 +15,33 @@ import torch.distributed as dist
 from megatron_hdp.data.steps import RankMicroBatch, RankShare, StepShares, plan_by, read_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.weights import load_weights
-from megatron_hdp.megatron.execution import OwnLoss, RankOutcome
+from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome
 from megatron_hdp.megatron.lm.changes import Changes
 from megatron_hdp.megatron.lm.model import take_over
 from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.optimizer import build_optimizer
 from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
-from megatron_hdp.megatron.step import (
-    build_executor,
-    cost_model_of,
-    plan_settings,
-    reader_of,
-)
+from megatron_hdp.megatron.step import build_executor
+from megatron_hdp.megatron.world import World, give_state
 from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import EveryRankError, on_every_rank, summed_by_name
 from megatron_hdp.runtime.health import fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import Timeline
 from megatron_hdp.session.batch import CheckedBatch, TokenBatch
-from megatron_hdp.session.calls import divisor_of, kind_of, require_loss, require_result
+from megatron_hdp.session.calls import (
+    divisor_of,
+    kind_of,
+    require_known,
+    require_loss,
+    require_result,
+)
 from megatron_hdp.session.losses import FromHidden, Loss
 from megatron_hdp.session.model_options import arguments_of_model
+from megatron_hdp.session.moving import SessionPlace, world_of
 from megatron_hdp.session.objectives import LogProbs, OwnFunction, WeightedNll
 from megatron_hdp.session.outcome import (
     SessionReport,
+    clear_gradients,
     finish_gradients,
     require_finite_loss,
     totals_of,
@@ -76,25 +80,26 @@ class HdpSession:
             ValueError: options that a session does not know.
             DisagreementError: ranks would plan by different cost models.
         """
-        _require_known(arguments)
+        require_known(arguments)
         self.arguments = arguments
         self.chunks = list(chunks)
-        timeline = Timeline()
-        self._executor = build_executor(arguments, self.chunks, timeline)
-        self.place = self._executor.place
-        self.cost_model = cost_model_of(arguments, self._executor)
+        self._timeline = Timeline()
         self._vocab_size = vocab_size
-        self._settings = plan_settings(arguments, self.place, self.cost_model, vocab_size)
-        self._reader = reader_of(self.place, vocab_size, broadcast_at=())
-        facts = {
-            "cost model": fingerprint(self.cost_model.to_json()),
-            "layout and capacity": fingerprint(arguments.hdp_tokens_per_rank, arguments.seq_length),
-            "vocabulary": vocab_size,
-        }
-        require_agreement(facts, parallel.compute_device())
-        self._watch = Watch(arguments, timeline)
+        self._world: World | None = None
+        self._optimizer: Any = None
         self._has_joined = self._has_groups = self._is_released = False
         self._changes: Changes | None = None
+        self._begin(build_executor(arguments, self.chunks, self._timeline))
+
+    def _begin(self, executor: HdpExecutor) -> None:
+        found = SessionPlace.of(self.arguments, executor, self._vocab_size)
+        self._executor, self.place = executor, executor.place
+        self.cost_model, self._settings, self._reader = (
+            found.cost_model,
+            found.settings,
+            found.reader,
+        )
+        self._watch = Watch(self.arguments, self._timeline)
 
     @classmethod
     def from_flags(cls, flags: Sequence[str], *, vocab_size: int) -> HdpSession:
@@ -219,7 +224,54 @@ class HdpSession:
                 "found no flags of an optimizer, expected those of HdpSession.from_flags: make the "
                 "optimizer as the framework does that built the model"
             )
-        return build_optimizer(self.arguments, self.chunks)
+        self._optimizer = build_optimizer(self.arguments, self.chunks)
+        return self._optimizer
+
+    def leave(self) -> None:
+        """Leaves the job, and drops all that is bound to its members; waits for no other rank.
+
+        Model, weights and the optimizer of `build_optimizer` stay, the same objects. Nothing may be
+        called but `enter`. Call it between two steps, or when a step has raised `RankFailure`,
+        behind whose ``except`` block nothing refers to what the step has kept.
+
+        Raises:
+            ValueError: the session is not of `from_flags`; experts lie across HDP ranks; or the
+                optimizer's state does. Nothing was changed.
+        """
+        world = self._world or world_of(self.arguments, self.chunks, self._timeline)
+        world.optimizer = self._optimizer
+        world.require_movable()
+        self._watch.end()
+        del self._executor, self._reader, self._settings
+        self._world = world
+        world.leave()
+
+    def enter(
+        self, store: dist.Store, rank: int, world_size: int, *, state_of: int | None = None
+    ) -> None:
+        """Enters a job that it has not been in, with any number of ranks that fits the layout.
+
+        Every rank of the job must call it, with the same arguments but `rank`.
+
+        Args:
+            store: in which only these ranks find each other: a ``PrefixStore`` of its own for each
+                job will do.
+            rank: this one's, from 0.
+            world_size: ranks of the job.
+            state_of: an HDP rank of it whose weights and optimizer all take over; without one all
+                must have the same, as ranks have that were together before.
+
+        Raises:
+            ValueError: it has not left a job; or the ranks cannot be cut into model replicas.
+        """
+        if self._world is None:
+            raise ValueError("found a session in a job, expected one that has left it: call leave")
+        executor = self._world.enter(parallel.JobPlace(store, rank, world_size))
+        self._world = None
+        self._has_joined = self._has_groups = True
+        if state_of is not None:
+            give_state(self.chunks, self._optimizer, state_of)
+        self._begin(executor)
 
     def plan(self, batch: TokenBatch | Sequence[Any]) -> Plan:
         """The plan of a batch by its lengths, as `step` makes it; communicates nothing.
@@ -268,7 +320,7 @@ class HdpSession:
         divisor = divisor_of(divisor, loss_tokens)
         parameters = loss.parameters if isinstance(loss, FromHidden) else ()
         if not forward_only:
-            self._clear_gradients(parameters)
+            clear_gradients(self.chunks, parameters)
         micro_batches, outcome = self._run(checked, share, divisor, objective, forward_only)
         sums = {}
         if isinstance(objective, OwnFunction):
@@ -439,13 +491,6 @@ class HdpSession:
             )
         return micro_batches, outcome
 
-    def _clear_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Of the model and of a loss; some of Megatron's optimizers leave theirs in ``grad``."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        for one in (*parameters, *(one for chunk in self.chunks for one in chunk.parameters())):
-            one.grad = None
-
     @contextmanager
     def _in_mode(self, *, training: bool) -> Iterator[None]:
         """Routers of experts add to the loss in training alone."""
@@ -457,24 +502,3 @@ class HdpSession:
         finally:
             for chunk, was_training in zip(self.chunks, were_training, strict=True):
                 chunk.train(was_training)
-
-
-def _require_known(arguments: TrainingArguments) -> None:
-    """Refuses what a session does not know."""
-    if not arguments.hybrid_data_parallel:
-        raise ValueError("found no --hybrid-data-parallel, which a session runs by: add it")
-    if not arguments.hdp_fused_loss:
-        raise ValueError(
-            "found --no-hdp-fused-loss: a session's losses begin at the model's hidden states, "
-            "without its logits: leave it out"
-        )
-    if arguments.mtp_num_layers is not None:
-        raise ValueError(
-            f"found --mtp-num-layers {arguments.mtp_num_layers}, expected none: a session's losses "
-            "begin at the model's last hidden states, and these layers would learn nothing"
-        )
-    if arguments.hidden_dropout:
-        raise ValueError(
-            f"found --hidden-dropout {arguments.hidden_dropout}, expected 0: a session's gradients "
-            "do not depend on the plan, and what dropout draws would"
-        )

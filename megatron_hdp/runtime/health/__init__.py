@@ -8,6 +8,7 @@ from megatron_hdp.runtime.health.agreement import (
     fingerprint,
     meet,
     require_agreement,
+    restart_meetings,
 )
 from megatron_hdp.runtime.health.attempt import store_of_attempt, tell_torchrun
 from megatron_hdp.runtime.health.calls import CallsHeartbeat
@@ -28,6 +29,7 @@ __all__ = [
     "is_communication_error",
     "meet",
     "require_agreement",
+    "restart_meetings",
     "store_of_attempt",
     "tell_torchrun",
 ]

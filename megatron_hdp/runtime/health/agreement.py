@@ -70,6 +70,12 @@ def require_agreement(facts: Mapping[str, int], device: torch.device) -> None:
     )
 
 
+def restart_meetings() -> None:
+    """Counts anew: the ranks of a job are others, or have another store."""
+    global _numbers
+    _numbers = itertools.count()
+
+
 def meet(timeline: Timeline) -> None:
     """Returns once every rank of the job has called it as often as this one.
 

@@ -1,0 +1,64 @@
+"""Weights and optimizer of those who were in a job, given to those who enter it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron_hdp.megatron.optimizer import torch_adam
+from megatron_hdp.megatron.world.replicated import CarriedState, adams_of
+
+
+def give_state(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, source: int
+) -> None:
+    """Gives every rank what the HDP rank `source` has at its place among tensor and pipeline ranks.
+
+    Every rank of the job must call this. An optimizer is one that each rank has whole.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() == 1:
+        return
+    sender = dist.get_process_group_ranks(group)[source]
+    tensors = list(_of_model(chunks))
+    settings: list[Any] = []
+    if optimizer is not None:
+        for adam in adams_of(optimizer):
+            _begin_state(adam)
+        state = CarriedState(optimizer)
+        tensors += [one for one in state.tensors() if one.dim()]
+        settings = state.settings()
+    seen: set[int] = set()
+    for one in tensors:
+        if one.data_ptr() not in seen:  # without float32 copies, weights are the optimizer's
+            seen.add(one.data_ptr())
+            dist.broadcast(one, sender, group)
+    shared = [settings]
+    device = tensors[0].device if tensors else None
+    dist.broadcast_object_list(shared, sender, group, device)
+    if optimizer is not None:
+        state.set_settings(shared[0])
+
+
+def _begin_state(adam: torch.optim.Optimizer) -> None:
+    """What Adam makes in its first step, as of none."""
+    if not adam.state:
+        torch_adam.create_state(adam)
+        for state in adam.state.values():
+            state["step"].zero_()
+
+
+def _of_model(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
+    """Weights, and buffers that training changes, as the expert bias."""
+    for chunk in chunks:
+        for parameter in chunk.module.parameters():
+            yield parameter.data
+        for buffer in chunk.module.buffers():
+            if buffer.numel():
+                yield buffer

@@ -1,0 +1,124 @@
+"""What ranks and the agent say to each other in the job's store: one declaration for both.
+
+| key | by | says |
+|---|---|---|
+| ``terms`` | a rank | under which terms the job survives (`Terms`); before, a death ends it |
+| ``members/E`` | agent | the members of epoch E (`Epoch`), once |
+| ``news/E/0``, ``news/E/1`` | agent | ``join``: leave behind the step; ``over``: at once |
+| ``over/E`` | agent | epoch E is over |
+| ``vote/E/M`` | member M | what it has done when it left epoch E |
+| ``ready/M`` | joiner M | it has built its model |
+| ``admitted/M`` | agent | the epoch that a joiner enters first |
+| ``died/K``, ``deaths`` | agents | the K-th process that ended, and how many have |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Self
+
+MEMBER = "MEGATRON_HDP_MEMBER"
+"""The environment's name for this process's number, which no other process of the job ever has."""
+JOINS = "MEGATRON_HDP_JOINS"
+"""And for the numbers of those that it builds its model with, if it comes later."""
+JOIN, OVER = b"join", b"over"
+TERMS = "terms"
+DEATHS = "deaths"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Under which terms a job survives the death of ranks."""
+
+    least: int
+    """HDP ranks below which no step can run."""
+    replica: int
+    """Processes of an HDP rank: tensor-parallel times pipeline ranks."""
+    stages: int
+    """Of the pipeline: a replica's processes stand apart by the ranks of a stage."""
+    pause_s: float
+    """How long the job waits for others while it has fewer ranks."""
+
+    def to_json(self) -> str:
+        """As the store keeps it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Self:
+        """The inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Who is in the job."""
+
+    number: int
+    members: tuple[int, ...]
+    """By rank."""
+    why: str = ""
+    """What ended the one before, in words."""
+    is_last: bool = False
+    """Whether the members only save what they have and end: they are too few."""
+
+    def to_json(self) -> str:
+        """As the store keeps it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Self:
+        """The inverse of `to_json`."""
+        found = json.loads(text)
+        return cls(**{**found, "members": tuple(found["members"])})
+
+
+def members(epoch: int) -> str:
+    """Where the members of an epoch stand."""
+    return f"members/{epoch}"
+
+
+def news(epoch: int, number: int) -> str:
+    """Where the agent's next word to an epoch stands."""
+    return f"news/{epoch}/{number}"
+
+
+def over(epoch: int) -> str:
+    """What is there once an epoch is over."""
+    return f"over/{epoch}"
+
+
+def vote(epoch: int, member: int) -> str:
+    """What a member says when it leaves an epoch."""
+    return f"vote/{epoch}/{member}"
+
+
+def ready(member: int) -> str:
+    """What a joiner sets."""
+    return f"ready/{member}"
+
+
+def admitted(member: int) -> str:
+    """Which epoch a joiner enters."""
+    return f"admitted/{member}"
+
+
+def died(number: int) -> str:
+    """One process that has ended."""
+    return f"died/{number}"
+
+
+def address_of_agent() -> tuple[str, int]:
+    """Where the job's store listens.
+
+    Raises:
+        ValueError: this process was not started by ``megatron-hdp launch``.
+    """
+    if MEMBER not in os.environ:
+        raise ValueError(
+            f"--hdp-survive: found no {MEMBER} in the environment, expected a rank that "
+            "megatron-hdp launch has started, whose agent outlives ranks: start the job by "
+            "megatron-hdp launch --nproc-per-node 4 -m megatron_hdp.pretrain_gpt ..."
+        )
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
