@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.processes import launcher
@@ -41,20 +41,34 @@ def main(argv: list[str] | None = None) -> int:
         print(f"pretrain_gpt: {doubt}", flush=True)
 
     from megatron_hdp.megatron import parallel
+    from megatron_hdp.runtime.epochs import NotNamedError
     from megatron_hdp.runtime.health import DisagreementError, RankFailure
     from megatron_hdp.training.loop import pretrain
 
     try:
-        parallel.join_job(arguments)
-        pretrain(arguments)
-        parallel.leave_job()
-    except (ValueError, DisagreementError, RankFailure, OSError) as error:
+        if arguments.hdp_survive:
+            _survive(arguments)
+        else:
+            parallel.join_job(arguments)
+            pretrain(arguments)
+            parallel.leave_job()
+    except (ValueError, DisagreementError, RankFailure, NotNamedError, OSError) as error:
         if _is_of_a_connection(error):
             raise
         _say(f"error on rank {_rank()}: {error}")
-        blames_another = isinstance(error, RankFailure)
+        blames_another = isinstance(error, RankFailure | NotNamedError)
         return ExitCode.BLAMES_ANOTHER if blames_another else ExitCode.MISTAKE
     return ExitCode.DONE
+
+
+def _survive(arguments: Any) -> None:
+    """Trains in a job of the agent's, whose ranks may change."""
+    from megatron_hdp.megatron import parallel
+    from megatron_hdp.runtime.epochs import Membership
+    from megatron_hdp.training import survival
+
+    minutes = parallel.communication_minutes(arguments)
+    survival.pretrain(arguments, Membership.of_environment(60.0 * minutes))
 
 
 def run() -> NoReturn:

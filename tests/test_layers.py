@@ -54,6 +54,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime/cuda": set(),
     "runtime/copies": set(),
     "runtime/health": {"runtime"},
+    "runtime/epochs": set(),
     "runtime/kernels": {"runtime"},
     "runtime/offload": {"runtime"},
     "runtime/ring": {
@@ -89,6 +90,7 @@ ROOMS: dict[str, set[str]] = {
     "megatron/doctor": {
         *{"planner", "data_plane", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     },
+    "launching": {"runtime", "runtime/epochs"},
     "session": {"planner", "data", "runtime", "megatron"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "profile": {"planner", "data", "simulator", "runtime", "megatron"},
@@ -104,14 +106,23 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *{"cli/shared", "cli/data_commands", "cli/checking"},
         *{"planner", "data", "simulator", "runtime", "megatron", "training"},
-        *{"profile", "convert"},
+        *{"profile", "convert", "launching"},
     },
 }
 BELOW_ALL = {
     *("nearest", "strategies", "options", "exit_codes", "arrays", "files", "compiled"),
     *("overrides", "processes", "__init__"),
 }
-TORCH_ROOMS = {"runtime", "megatron", "session", "training", "profile", "convert", "cli"}
+TORCH_ROOMS = {
+    "launching",
+    "runtime",
+    "megatron",
+    "session",
+    "training",
+    "profile",
+    "convert",
+    "cli",
+}
 PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 
 # Rooms that others import by their face, the names in their ``__init__``. Those of megatron/lm,
@@ -122,7 +133,7 @@ FACES = {
     *("runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"),
     *("runtime/attention", "runtime/copies", "runtime/loss", "megatron/options", "megatron/model"),
     *("megatron/optimizer", "megatron/execution", "megatron/step", "megatron/doctor"),
-    "megatron/world",
+    *("megatron/world", "runtime/epochs"),
     *("data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"),
     *("data/on_the_fly", "data/mixture", "data/steps", "data_plane/wire"),
     *("simulator/execution", "simulator/report", "cli/checking"),

@@ -13,11 +13,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_hdp import __version__
-from megatron_hdp.cli import check, convert, doctor, plan, preprocess, profile, simulate, verify
+from megatron_hdp.cli import (
+    check,
+    convert,
+    doctor,
+    launch,
+    plan,
+    preprocess,
+    profile,
+    simulate,
+    verify,
+)
 from megatron_hdp.cli.data_commands import command as data
 from megatron_hdp.exit_codes import ExitCode
 
-_SUBCOMMANDS = (preprocess, data, plan, simulate, profile, check, convert, doctor, verify)
+_SUBCOMMANDS = (preprocess, data, plan, simulate, profile, check, convert, doctor, verify, launch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

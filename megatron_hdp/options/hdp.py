@@ -178,6 +178,17 @@ class HdpOptions:
     hdp_trace_steps: str | None = option(
         None, metavar="N|N-M", help="Steps that --hdp-trace records: a few, like 5 or 5-7."
     )
+    hdp_survive: bool = option(
+        False,
+        help="Continue when ranks die, without them: the step that ran is run again, and new ranks "
+        "join. Start the job by megatron-hdp launch.",
+    )
+    hdp_survive_pause_seconds: float = option(
+        600.0,
+        minimum=0,
+        help="With --hdp-survive, how long a job with too few ranks for its longest sequence waits "
+        "for others to join, before it saves a checkpoint and ends.",
+    )
     metrics_path: Path | None = option(
         None,
         metavar="FILE",

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.megatron import parallel
@@ -52,7 +52,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
     # a signal must not cut short who is to blame
     with signals, heartbeat, ExitStack() as ending:
         with timeline.span(START):
-            _require_same_arguments(arguments)
+            require_same_arguments(arguments)
             parallel.initialise(arguments)
             parallel.set_seeds(arguments.seed)
             job = build_training_job(arguments, timeline)
@@ -79,14 +79,14 @@ def _train(
         stop = signals.agreed(parallel.compute_device())
         if stop is not None:
             parallel.say(f"{stop.name} received: the job ends before its first step")
-        while not _is_done(job, progress) and stop is None:
+        while not is_done(job, progress) and stop is None:
             heartbeat.begin_step(progress.iteration + 1)
             metrics, progress = _train_step(job, outputs, progress)
             records.append(metrics)
             if metrics.step % arguments.log_interval == 0:
                 parallel.say(log_line(metrics, arguments.train_iters))
             stop = signals.agreed(parallel.compute_device())
-            _save_if_due(job, progress, stop)
+            save_if_due(job, progress, stop)
         if stop is None and progress.iteration < arguments.train_iters:
             parallel.say(
                 "every source of the data has ended: the job ends after iteration "
@@ -95,7 +95,7 @@ def _train(
     return records
 
 
-def _require_same_arguments(arguments: TrainingArguments) -> None:
+def require_same_arguments(arguments: TrainingArguments) -> None:
     """Stops a job whose ranks were started with different flags; paths may differ."""
     facts = {
         flag_of(item.name): fingerprint(getattr(arguments, item.name))
@@ -105,38 +105,78 @@ def _require_same_arguments(arguments: TrainingArguments) -> None:
     require_agreement(facts, parallel.compute_device())
 
 
+@dataclass(frozen=True)
+class StepDone:
+    """A step whose gradients the optimizer has applied, before anything was said of it."""
+
+    report: StepReport
+    step: int
+    learning_rate: float
+    grad_norm: float
+    consumed_tokens: int
+    seconds: float
+
+    def progress(self) -> Progress:
+        """How far training has come by it."""
+        return Progress(self.step, self.report.position_after, self.consumed_tokens)
+
+
 def _train_step(
     job: TrainingJob, outputs: StepOutputs, progress: Progress
 ) -> tuple[StepMetrics, Progress]:
+    started = time.perf_counter()
+    report = gradients_of_step(job, outputs, progress)
+    done = apply_step(job, progress, report, started)
+    outputs.end_step(done.step)
+    return write_step(job, outputs, done), done.progress()
+
+
+def gradients_of_step(job: TrainingJob, outputs: StepOutputs, progress: Progress) -> StepReport:
+    """Runs the next step, and leaves its gradients, which are finite on all ranks."""
     step = progress.iteration + 1
     outputs.begin_step(step)
-    started = time.perf_counter()
     for chunk in job.chunks:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     report = job.training.run(progress.position)
     _require_finite_loss(report, f"step {step}")
     _require_finite_gradients(job, report, step)
+    return report
+
+
+def apply_step(
+    job: TrainingJob, progress: Progress, report: StepReport, started: float
+) -> StepDone:
+    """Lets the optimizer apply a step's gradients; `started` is when the step was."""
     learning_rate = job.optimizer.param_groups[0]["lr"]
     with job.timeline.span(OPTIMIZER):
         _, grad_norm, _ = job.optimizer.step()
     job.scheduler.step(increment=1)
     job.timeline.settle()
-    seconds = time.perf_counter() - started
-    outputs.end_step(step)
-    metrics = outputs.write(
-        report,
-        step=step,
-        grad_norm=float(grad_norm),
+    return StepDone(
+        report=report,
+        step=progress.iteration + 1,
         learning_rate=learning_rate,
+        grad_norm=float(grad_norm),
         consumed_tokens=progress.consumed_tokens + report.tokens,
-        seconds=seconds,
-        validation=_validate(job, step),
+        seconds=time.perf_counter() - started,
     )
-    return metrics, Progress(step, report.position_after, metrics.consumed_tokens)
 
 
-def _validate(job: TrainingJob, step: int) -> EvaluationLoss | None:
+def write_step(job: TrainingJob, outputs: StepOutputs, done: StepDone) -> StepMetrics:
+    """Evaluates if that is due, and writes the metrics of a step."""
+    return outputs.write(
+        done.report,
+        step=done.step,
+        grad_norm=done.grad_norm,
+        learning_rate=done.learning_rate,
+        consumed_tokens=done.consumed_tokens,
+        seconds=done.seconds,
+        validation=validate(job, done.step),
+    )
+
+
+def validate(job: TrainingJob, step: int) -> EvaluationLoss | None:
     """Mean loss over `eval_iters` validation batches, on the steps that are due."""
     arguments = job.arguments
     if job.validation is None or step % arguments.eval_interval:
@@ -184,19 +224,20 @@ def _non_finite(what: str, where: Sequence[str]) -> NonFiniteError:
     )
 
 
-def _is_done(job: TrainingJob, progress: Progress) -> bool:
+def is_done(job: TrainingJob, progress: Progress) -> bool:
     """Whether no step follows."""
     if progress.iteration >= job.arguments.train_iters:
         return True
     return job.training.is_over(progress.position)
 
 
-def _save_if_due(job: TrainingJob, progress: Progress, stop: signal.Signals | None) -> None:
+def save_if_due(job: TrainingJob, progress: Progress, stop: signal.Signals | None) -> None:
+    """Saves behind steps that are due, and behind the last one."""
     arguments, iteration = job.arguments, progress.iteration
     if stop is not None:
         place = "without --save, nothing is saved" if arguments.save is None else "saving first"
         parallel.say(f"{stop.name} received: the job ends after iteration {iteration}, {place}")
-    last = stop is not None or _is_done(job, progress)
+    last = stop is not None or is_done(job, progress)
     due = arguments.save_interval and iteration % arguments.save_interval == 0
     with job.timeline.span(CHECKPOINT):
         job.checkpoints.poll()

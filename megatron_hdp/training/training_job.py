@@ -5,13 +5,16 @@ The steps are all in which a run under hybrid data parallelism differs from stoc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from megatron_hdp.data.mixture import Corpus
 from megatron_hdp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
+from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
@@ -73,56 +76,96 @@ class TrainingJob:
             self.plane.close()
 
 
+@dataclass
+class Model:
+    """What of a run does not depend on who else is in the job."""
+
+    tokenizer: Tokenizer
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+
+    @classmethod
+    def build(cls, arguments: TrainingArguments) -> Model:
+        """Freshly initialised, once `parallel.initialise` has run."""
+        tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
+        chunks = build_chunks(arguments, tokenizer.vocab_size)
+        optimizer = build_optimizer(arguments, chunks)
+        return cls(tokenizer, chunks, optimizer, build_scheduler(arguments, optimizer))
+
+
 def build_training_job(arguments: TrainingArguments, timeline: Timeline) -> TrainingJob:
     """The job, once `parallel.initialise` has run; every rank must call this."""
     plane = join_data_plane(arguments) if arguments.hybrid_data_parallel else None
-    tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
-    chunks = build_chunks(arguments, tokenizer.vocab_size)
-    optimizer = build_optimizer(arguments, chunks)
-    scheduler = build_scheduler(arguments, optimizer)
+    model = Model.build(arguments)
     if arguments.hybrid_data_parallel:
-        training, validation = _hdp_steps(arguments, chunks, tokenizer, timeline, plane)
+        executor = build_executor(arguments, model.chunks, timeline)
+        corpora = open_corpora(arguments)
+        steps: tuple[Steps, Steps | None] = hdp_steps(
+            arguments, model.tokenizer, executor, corpora, plane
+        )
     else:
-        training, validation = _stock_steps(arguments, chunks[0], tokenizer)
-    state = TrainingState(arguments, training.order, chunks, optimizer, scheduler)
+        steps = _stock_steps(arguments, model.chunks[0], model.tokenizer)
+    return job_of(arguments, timeline, model, steps, plane)
+
+
+def job_of(
+    arguments: TrainingArguments,
+    timeline: Timeline,
+    model: Model,
+    steps: tuple[Steps, Steps | None],
+    plane: DataPlane | None = None,
+) -> TrainingJob:
+    """The job of a model and its steps of training and validation."""
+    training, validation = steps
+    state = TrainingState(arguments, training.order, model.chunks, model.optimizer, model.scheduler)
     return TrainingJob(
         arguments=arguments,
         timeline=timeline,
-        chunks=chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        chunks=model.chunks,
+        optimizer=model.optimizer,
+        scheduler=model.scheduler,
         training=training,
         validation=validation,
         state=state,
         checkpoints=Checkpoints(arguments, state, parallel.say),
-        vocab_size=arguments.vocab_size or tokenizer.vocab_size,
+        vocab_size=arguments.vocab_size or model.tokenizer.vocab_size,
         plane=plane,
     )
 
 
-def _hdp_steps(
-    arguments: TrainingArguments,
-    chunks: list[Any],
-    tokenizer: Tokenizer,
-    timeline: Timeline,
-    plane: DataPlane | None,
-) -> tuple[Steps, Steps | None]:
+def open_corpora(arguments: TrainingArguments) -> dict[str, Corpus]:
+    """The opened splits that a run draws from: train, and valid if it evaluates.
+
+    Raises:
+        ValueError: one of them cannot be opened, or there is none to evaluate on.
+    """
     specs = split_specs(arguments)
     if arguments.eval_iters and "valid" not in specs:
         raise ValueError(
             f"--eval-iters {arguments.eval_iters}: found no validation data: add validation to the "
             "file of --hdp-data, add --valid-data-path, or leave --eval-iters out"
         )
-    executor = build_executor(arguments, chunks, timeline)
+    splits = ["train", *(["valid"] if arguments.eval_iters else [])]
+    return {split: open_split(arguments, specs[split]) for split in splits}
+
+
+def hdp_steps(
+    arguments: TrainingArguments,
+    tokenizer: Tokenizer,
+    executor: HdpExecutor,
+    corpora: Mapping[str, Corpus],
+    plane: DataPlane | None = None,
+) -> tuple[HdpSteps, HdpSteps | None]:
+    """The steps of training and of validation; every rank must call this."""
     cost_model = cost_model_of(arguments, executor)
 
     def steps(split: str) -> HdpSteps:
-        corpus = open_split(arguments, specs[split])
         return HdpSteps(
             arguments,
             executor,
             cost_model,
-            corpus,
+            corpora[split],
             tokenizer.vocab_size,
             split=split,
             plane=plane,

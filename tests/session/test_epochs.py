@@ -74,7 +74,7 @@ def steps_in(epochs, changes, rounds=1, steps=2):
                 losses.append((step, report.loss))
         gc.collect()
         held.append((open_files(), memory_mb()))
-    weights = torch.cat([one.detach().flatten() for one in session.chunks[0].parameters()])
+    weights = torch.cat([one.detach().flatten().double() for one in session.chunks[0].parameters()])
     if me in members:
         session.close()
     return losses, weights.numpy(), held
@@ -86,7 +86,7 @@ def undisturbed(changes, steps):
     for step in range(1, steps + 1):
         losses.append((step, session.step(batch_of(step)).loss))
         optimizer.step()
-    weights = torch.cat([one.detach().flatten() for one in session.chunks[0].parameters()])
+    weights = torch.cat([one.detach().flatten().double() for one in session.chunks[0].parameters()])
     session.close()
     return losses, weights.numpy()
 

@@ -26,7 +26,7 @@ OURS = {  # how often in a step of any number of micro-batches, and why
     "megatron/step/learning.py exchanged: cpu": (1, "what ranks took, for the next plans"),
     "megatron/step/learning.py exchanged: numpy": (1, "of memory of the host"),
     "megatron/finite.py non_finite: _local_scalar_dense": (1, "before the optimizer sees NaN"),
-    "training/loop.py _train_step: event": (1, "the optimizer's step is timed"),
+    "training/loop.py apply_step: event": (1, "the optimizer's step is timed"),
     # with tensor parallelism
     "runtime/gathering.py share_arrays: numpy": (1, "of memory of the host"),
 }

@@ -78,6 +78,25 @@ class Checkpoints:
             on_first_rank(partial(folder.take_along, source))
         return progress
 
+    def enter(self, progress: Progress) -> None:
+        """Continues in another epoch of the job; what was being saved is saved again when due.
+
+        The first rank takes the folder over from the one before, which may be dead.
+
+        Raises:
+            ValueError: the folder cannot be written, or belongs to another job.
+        """
+        if self._folder is None:
+            return
+        folder = self._folder
+
+        def take_over() -> int:
+            folder.discard()
+            folder.take_over(progress.iteration)
+            return folder.latest()
+
+        self._latest = on_first_rank(take_over)
+
     def save(self, progress: Progress) -> None:
         """Saves, unless this very state is saved already; asynchronously with ``--async-save``.
 

@@ -42,6 +42,20 @@ class RunFolder:
         self._folder.clear()
         self._folder.probe()
 
+    def take_over(self, iteration: int) -> None:
+        """`take`, from a process of the same job that is gone; goes back to an iteration.
+
+        Raises:
+            ValueError: a job that lives owns it.
+        """
+        if self._owner is None:
+            self.take()
+            self._may_replace = {one for one in self._folder.iterations() if one > iteration}
+
+    def latest(self) -> int:
+        """The iteration that was saved last; 0: none."""
+        return max(self._folder.iterations(), default=0)
+
     def begin_at(self, source: Path | None) -> str | None:
         """Notes where the run begins, anew if `source` is None; returns words for the log.
 

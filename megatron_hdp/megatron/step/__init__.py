@@ -13,6 +13,7 @@ from megatron_hdp.megatron.step.loading import (
     DataPlane,
     has_documents,
     join_data_plane,
+    loaders_spec,
     open_split,
     split_specs,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "gather_words",
     "has_documents",
     "join_data_plane",
+    "loaders_spec",
     "non_finite_parameters",
     "open_split",
     "over_all_ranks",

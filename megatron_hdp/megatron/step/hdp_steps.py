@@ -45,6 +45,7 @@ from megatron_hdp.megatron.step.preparation import (
     LongStepWarning,
     all_to_all_bytes,
     contents_of,
+    least_ranks,
     plan_settings,
     reader_of,
 )
@@ -230,6 +231,24 @@ class HdpSteps:
         with self._agreement():
             costs = self._learning.observed(known, step, outcome)
         return self._learning.reported(report, costs)
+
+    def kept(self) -> dict[str, Any]:
+        """What a step changes here before its gradients are agreed on, for `put_back`."""
+        planner = (self.num_planner_failures, self._failed_before)
+        return {"planner": planner, "left out": self._left_out.kept()}
+
+    def put_back(self, kept: Mapping[str, Any]) -> None:
+        """Goes back to what `kept` gave, here or in another epoch of the job."""
+        self.num_planner_failures, self._failed_before = kept["planner"]
+        self._left_out.put_back(kept["left out"])
+
+    def least_ranks(self) -> int:
+        """The fewest HDP ranks on which every sequence of the data fits."""
+        return least_ranks(self.planner.settings, self.corpus.longest)
+
+    def moved(self, position: Position, places: Sequence[int | None]) -> Position:
+        """A position with what was learnt of ranks where these stand now, see `Learning.moved`."""
+        return position if self._learning is None else self._learning.moved(position, places)
 
     def is_over(self, position: Position) -> bool:
         """Whether every source of the data has ended, so that no step begins at a position."""

@@ -9,6 +9,7 @@ that the step's report reads anyway, when the device is past the step.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -83,6 +84,25 @@ class Learning:
             costs = self._carried_over(position, state)
         return replace(position, costs=replace(costs, behind=self._behind, steps=position.steps))
 
+    def moved(self, position: Position, places: Sequence[int | None]) -> Position:
+        """The position when ranks have others' numbers: what was learnt of each stays its own.
+
+        Args:
+            position: of the steps before.
+            places: of each HDP rank, which one it was; None: it is new.
+        """
+        costs = position.costs
+        if costs is None or costs.filter is None or costs.filter.base != self._begun.base:
+            return position
+        kept = costs.filter.among(places, self._begun)
+        return replace(position, costs=self._begun_with(position, kept))
+
+    def _begun_with(self, position: Position, kept: FilterState) -> SeenCosts:
+        old = position.steps - self._behind  # so that the next step follows it
+        return replace(
+            SeenCosts(self._behind), changes=((old, kept.corrections),), num_changes=1, filter=kept
+        )
+
     def _nothing(self) -> SeenCosts:
         return SeenCosts(self._behind, filter=self._begun)
 
@@ -102,11 +122,7 @@ class Learning:
             "what the run has learnt of its costs: coefficients are kept, speeds of ranks are "
             f"dropped ({instead})"
         )
-        kept = state.on(self._begun)
-        old = position.steps - self._behind  # so that the next step follows it
-        return replace(
-            SeenCosts(self._behind), changes=((old, kept.corrections),), num_changes=1, filter=kept
-        )
+        return self._begun_with(position, state.on(self._begun))
 
     def observed(self, position: Position, step: RankStep, outcome: RankOutcome) -> SeenCosts:
         """What is known after the step that began at a position from `following`."""

@@ -6,14 +6,18 @@ sources that have failed, without which a run continues.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_hdp.data.mixture import Corpus
 from megatron_hdp.data.steps import Amounts, RankStep, StepTotals
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.runtime.gathering import gathered, largest
+
+_COUNTED = ("num_skipped", "_in_a_row", "_num_lost", "_told", "_steps_told")
 
 
 @dataclass(frozen=True, order=True)
@@ -66,6 +70,15 @@ class LeftOutOfSteps:
         self._num_lost: Counter[str] = Counter()
         self._told: set[str] = set()
         self._steps_told: set[tuple[str, int]] = set()
+
+    def kept(self) -> dict[str, Any]:
+        """What it has counted and told, for `put_back`: a step that is run again counts once."""
+        return {name: copy.copy(getattr(self, name)) for name in _COUNTED}
+
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Goes back to what `kept` gave, here or in another epoch of the job."""
+        for name in _COUNTED:
+            setattr(self, name, copy.copy(kept[name]))
 
     def of(self, step: RankStep) -> Amounts:
         """What is left of a step; every rank of the job must call this.

@@ -5,13 +5,16 @@ And whether that can work: ranks compare the tokens they read, and a step may be
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_hdp.data.mixture import BatchSize, Corpus
-from megatron_hdp.data.steps import PlanSettings, Reader
+from megatron_hdp.data.steps import PlanSettings, Reader, plan_by
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
@@ -35,6 +38,21 @@ def batch_size_of(arguments: TrainingArguments, split: str = "train") -> BatchSi
         return BatchSize(arguments.eval_global_batch_size)
     growth = growth_of(arguments) if split == "train" else ()
     return BatchSize(sequences_of(arguments), arguments.hdp_global_batch_tokens, growth)
+
+
+def least_ranks(settings: PlanSettings, longest: int) -> int:
+    """The fewest HDP ranks that a sequence of so many tokens fits on, of those that there are."""
+    cost_model = replace(settings.cost_model, rank_speeds=())
+
+    def fits(num_ranks: int) -> bool:
+        fewer = replace(settings, num_ranks=num_ranks, cost_model=cost_model)
+        try:
+            plan_by(fewer, np.array([longest]))
+        except ValueError:
+            return False
+        return True
+
+    return bisect_left(range(settings.num_ranks), True, key=lambda few: fits(few + 1)) + 1
 
 
 def plan_settings(

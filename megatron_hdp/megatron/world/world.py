@@ -80,27 +80,29 @@ class World:
     def leave(self) -> None:
         """Drops everything that is bound to groups, and the groups; waits for no other rank.
 
-        Whoever holds an executor, a loader or a communicator of them must drop it before.
+        Whoever holds an executor, a loader or a communicator of them must drop it before. What
+        `enter` has not finished is dropped, too.
 
         Raises:
             ValueError: see the class; nothing was changed.
         """
-        self.require_movable()
-        groups = HeldGroups(self._chunks)
-        if self.optimizer is not None:
+        if self._groups is None:
+            self.require_movable()
+            self._groups = HeldGroups(self._chunks)
+        if self.optimizer is not None and vars(self.optimizer):
             self._carried = CarriedState(self.optimizer)
             vars(self.optimizer).clear()
-        groups.take_out()
+        self._groups.take_out()
         unbind(self._chunks)
-        self._groups = groups
         parallel.finish()
         gc.collect()  # a group that anything refers to keeps its connections
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def enter(self, place: parallel.JobPlace) -> HdpExecutor:
         """Makes groups, DDP, optimizer and executor for the place in a job.
 
-        Every rank of that job must call this.
+        Every rank of that job must call this. If it fails, the rank may `leave` and enter another.
 
         Raises:
             ValueError: the ranks cannot be cut into model replicas.

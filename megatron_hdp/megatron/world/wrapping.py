@@ -24,6 +24,8 @@ def unbind(chunks: Sequence[DistributedDataParallel]) -> None:
     Weights stay. Gradients are freed first, so that at no time there are more than weights twice.
     """
     for chunk in chunks:
+        if "buffers" not in vars(chunk):
+            continue  # it was not bound
         for handle in chunk.remove_forward_pre_hook_handles.values():
             handle.remove()
         buffers = chunk.buffers + chunk.expert_parallel_buffers
@@ -37,8 +39,8 @@ def unbind(chunks: Sequence[DistributedDataParallel]) -> None:
                 with suppress(AttributeError):
                     delattr(parameter, name)
         kept = chunk.config, chunk.ddp_config, chunk.module
-        chunk.param_to_bucket_group.clear()  # hooks of the old graph look here
-        chunk.grad_accs.clear()
+        for node in chunk.grad_accs:
+            _forget_hooks(node)
         chunk.remove_forward_pre_hook_handles.clear()
         of_module = {
             name: value
@@ -51,6 +53,16 @@ def unbind(chunks: Sequence[DistributedDataParallel]) -> None:
     config = get_model_config(chunks[0])
     for name in _FUNCTIONS:
         setattr(config, name, None)
+
+
+def _forget_hooks(node: Any) -> None:
+    """Takes DDP's hook off a parameter's node of autograd, which whoever keeps a graph keeps.
+
+    PyTorch gives no handle of it afterwards; one of another hook knows all of the node.
+    """
+    hooks = node.register_hook(lambda *_: None).hooks_dict_ref()
+    assert hooks is not None
+    hooks.clear()
 
 
 def bind(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -7,7 +7,7 @@ after the other: so noise does not move plans, and what moves them is a rounded 
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -146,6 +146,19 @@ class FilterState:
     def on(self, begun: Self) -> Self:
         """Its coefficients for other ranks, of which nothing is known."""
         return replace(begun, coefficients=self.coefficients)
+
+    def among(self, places: Sequence[int | None], begun: Self) -> Self:
+        """What it knows when ranks have others' numbers; the latest steps are forgotten.
+
+        Args:
+            places: of each rank, which one it was; None: it is new.
+            begun: nothing, of these ranks.
+        """
+        speeds, ages = begun.speeds.copy(), begun.ages.copy()
+        for rank, before in enumerate(places):
+            if before is not None:
+                speeds[rank], ages[rank] = self.speeds[before], self.ages[before]
+        return replace(begun, coefficients=self.coefficients, speeds=speeds, ages=ages)
 
     def to_record(self) -> dict[str, Any]:
         """It as plain values; arrays, of which rows may be long, as texts."""

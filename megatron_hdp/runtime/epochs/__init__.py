@@ -4,7 +4,8 @@ An *epoch* is a time in which the members of a job are the same. The agent of th
 names the members of each; a process that it does not name may only leave.
 """
 
-from megatron_hdp.runtime.epochs.keys import Epoch, Terms, address_of_agent
+from megatron_hdp.runtime.epochs import keys
+from megatron_hdp.runtime.epochs.keys import Epoch, Terms
 from megatron_hdp.runtime.epochs.membership import Membership, NotNamedError
 
-__all__ = ["Epoch", "Membership", "NotNamedError", "Terms", "address_of_agent"]
+__all__ = ["Epoch", "Membership", "NotNamedError", "Terms", "keys"]

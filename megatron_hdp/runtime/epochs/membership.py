@@ -36,7 +36,7 @@ class Membership:
     Args:
         address: host and port of the job's store.
         member: this process's number.
-        timeout_s: how long the agent may take to name an epoch.
+        timeout_s: how long members may take to find together.
         break_waits: ends all waits of this process for others; by default it shuts its connections.
 
     Attributes:
@@ -84,6 +84,10 @@ class Membership:
         """Those that this process builds its model with, if it was not there from the start."""
         return tuple(json.loads(os.environ.get(keys.JOINS, "[]")))
 
+    def store_of_joiners(self) -> dist.Store:
+        """Where those meet that build their model together before they join."""
+        return dist.PrefixStore(f"alone/{self.joins_with[0]}", self._connect())
+
     def offer(self, terms: Terms) -> None:
         """Says that the job survives from now on, and how."""
         self._store.set(keys.TERMS, terms.to_json())
@@ -93,7 +97,7 @@ class Membership:
         number = 0
         if self.joins_with:
             self._store.set(keys.ready(self.member), b"1")
-            self._wait(keys.admitted(self.member), forever=True)
+            self._wait(keys.admitted(self.member))
             number = int(self._store.get(keys.admitted(self.member)))
         return self._named(number)
 
@@ -172,18 +176,20 @@ class Membership:
             )
         return found
 
-    def _wait(self, key: str, forever: bool = False) -> None:
-        began = time.monotonic()
+    def _wait(self, key: str) -> None:
+        """As long as the agent likes, while it lives: the listening thread knows."""
         while not self._store.check([key]):
-            if not forever and time.monotonic() - began > self._timeout_s:
-                raise dist.DistStoreError(f"the agent has not written {key} in {self._timeout_s} s")
             time.sleep(_LOOK_S)
 
     def _listen(self) -> None:
         heard: tuple[int, int] = (-1, 0)
         while not self._ends:
             epoch = self._epoch
-            if epoch is None or self.is_over.is_set():
+            if epoch is None:
+                time.sleep(_LOOK_S)
+                continue
+            if self.is_over.is_set():
+                self._break(epoch)
                 time.sleep(_LOOK_S)
                 continue
             if heard[0] != epoch.number:
@@ -209,7 +215,12 @@ class Membership:
                 return
             self._before_breaking()
             self.is_over.set()
-            self._break_waits()
+
+    def _break(self, epoch: Epoch) -> None:
+        """Again and again until it is left: the main thread may only begin to connect."""
+        with self._lock:
+            if self._epoch is epoch:
+                self._break_waits()
 
     def _end_process(self) -> None:
         if self._ends:

@@ -72,8 +72,12 @@ class StopSignals:
         Args:
             device: where the backend wants its tensors.
         """
-        (number,) = largest([self._received], device)
-        return signal.Signals(number) if number else None
+        return self.agreed_with(False, device)[0]
+
+    def agreed_with(self, is_so: bool, device: torch.device) -> tuple[signal.Signals | None, bool]:
+        """The same, and whether something is so on some rank, in one exchange."""
+        number, any_so = largest([self._received, is_so], device)
+        return signal.Signals(number) if number else None, bool(any_so)
 
     def _listen(self) -> None:
         while numbers := self._reader.recv(64):  # what C's handler wrote: a byte a signal

@@ -1,0 +1,200 @@
+"""Who is in the job: one process decides, and writes each decision once.
+
+It knows *replicas*: an HDP rank with all its tensor-parallel and pipeline ranks, which comes and
+leaves as a whole. Ranks are numbered as Megatron numbers them: stage by stage, in each the replicas
+in order, in each of these the tensor-parallel ranks. Survivors close gaps, joiners come last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from megatron_hdp.launching.node_ranks import Ended
+from megatron_hdp.runtime.epochs import Epoch, Terms, keys
+
+Replica: TypeAlias = tuple[int, ...]
+"""Members of an HDP rank, stage by stage."""
+
+
+@dataclass
+class Coordinator:
+    """Names the members of each epoch of a job.
+
+    Args:
+        store: of the job.
+        members: of the first epoch, by rank.
+        say: prints a line.
+        clock: seconds.
+
+    Attributes:
+        terms: under which the job survives; None: it does not.
+    """
+
+    store: dist.Store
+    members: Sequence[int]
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    terms: Terms | None = None
+    _epoch: Epoch = field(init=False)
+    _replicas: list[Replica] = field(init=False)
+    _joiners: list[Replica] = field(init=False, default_factory=list)
+    _done: set[int] = field(init=False, default_factory=set)
+    _asked: bool = field(init=False, default=False)
+    _paused_at: float | None = field(init=False, default=None)
+    _why: str = field(init=False, default="")
+    _num_news: int = field(init=False, default=0)
+    _is_over: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        """Names the first epoch."""
+        self._epoch = Epoch(0, tuple(self.members))
+        self._replicas = [(member,) for member in self.members]
+        self.store.set(keys.members(0), self._epoch.to_json())
+
+    @property
+    def epoch(self) -> Epoch:
+        """The newest."""
+        return self._epoch
+
+    def begin(self) -> bool:
+        """Looks whether the ranks have said that they survive; True from then on."""
+        if self.terms is None and self.store.check([keys.TERMS]):
+            self.terms = Terms.from_json(self.store.get(keys.TERMS))
+            self._replicas = replicas_of(self.members, self.terms.replica, self.terms.stages)
+            self.say(
+                f"the job survives the loss of ranks down to {self.terms.least} of its "
+                f"{len(self._replicas)} HDP ranks"
+            )
+        return self.terms is not None
+
+    def is_member(self, member: int) -> bool:
+        """Whether it is in the newest epoch, or would be if the job did not pause."""
+        return any(member in one for one in self._replicas)
+
+    def joins(self, replica: Replica) -> None:
+        """Processes were started that will join together."""
+        self._joiners.append(replica)
+
+    @property
+    def num_coming(self) -> int:
+        """Replicas that are in or will join."""
+        return len(self._replicas) + len(self._joiners)
+
+    def note(self, ended: Ended) -> list[int]:
+        """Takes note of a process that has ended; returns mates of it to be ended with it."""
+        member = ended.member
+        for one in list(self._joiners):
+            if member in one:
+                self._joiners.remove(one)
+                return [mate for mate in one if mate != member]
+        if not self.is_member(member):
+            return []
+        if ended.code == 0:
+            self._done.add(member)
+            return []
+        broken = next(one for one in self._replicas if member in one)
+        self._replicas.remove(broken)
+        self._why = ended.words()
+        return []
+
+    def is_done(self) -> bool:
+        """Whether every member has ended well."""
+        return self._done >= set(self._epoch.members)
+
+    def look(self) -> None:
+        """Names a new epoch if it is time for one."""
+        assert self.terms is not None
+        ready = [one for one in self._joiners if self._is_ready(one)]
+        if self._why:
+            self._after_deaths(ready)
+        elif ready and not self._asked and not self._done:
+            self._tell(keys.JOIN)
+            self._asked = True
+        elif self._asked and self._have_all_left():
+            self._name([*self._replicas, *ready], f"{len(ready)} HDP ranks join", ready)
+
+    def _after_deaths(self, ready: list[Replica]) -> None:
+        assert self.terms is not None
+        if self._done:
+            return  # the others end, too
+        self._end_epoch()
+        enough = len(self._replicas) >= self.terms.least
+        joining = [] if enough else ready
+        if enough or len(self._replicas) + len(ready) >= self.terms.least:
+            self._name([*self._replicas, *joining], self._why, joining)
+            return
+        if self._paused_at is None:
+            self._paused_at = self.clock()
+            self.say(
+                f"{len(self._replicas)} HDP ranks are left, a step needs {self.terms.least}: "
+                f"waits up to {self.terms.pause_s:.0f} s for others to join"
+            )
+        elif self.clock() - self._paused_at > self.terms.pause_s:
+            why = (
+                f"{self._why}; found {len(self._replicas)} HDP ranks for "
+                f"{self.terms.pause_s:.0f} s, expected {self.terms.least}, which the longest "
+                "sequence needs"
+            )
+            self._name(self._replicas, why, [], is_last=True)
+
+    def _is_ready(self, replica: Replica) -> bool:
+        return all(self.store.check([keys.ready(one)]) for one in replica)
+
+    def _have_all_left(self) -> bool:
+        number = self._epoch.number
+        return all(self.store.check([keys.vote(number, one)]) for one in self._epoch.members)
+
+    def _end_epoch(self) -> None:
+        """Lets all of its members leave at once, whatever they wait for."""
+        if not self._is_over:
+            self._is_over = True
+            self._tell(keys.OVER)
+
+    def _tell(self, word: bytes) -> None:
+        self.store.set(keys.news(self._epoch.number, self._num_news), word)
+        self._num_news += 1
+
+    def _name(
+        self, replicas: list[Replica], why: str, joining: list[Replica], is_last: bool = False
+    ) -> None:
+        assert self.terms is not None
+        before = self._epoch
+        found = Epoch(before.number + 1, by_rank(replicas, self.terms.stages), why, is_last)
+        self.store.set(keys.members(found.number), found.to_json())
+        self.store.set(keys.over(before.number), b"1")
+        self._end_epoch()
+        self._joiners = [one for one in self._joiners if one not in joining]
+        for member in (member for one in joining for member in one):
+            self.store.set(keys.admitted(member), str(found.number))
+        self._epoch, self._replicas = found, list(replicas)
+        self._asked = self._is_over = False
+        self._paused_at, self._why, self._num_news = None, "", 0
+        self.say(f"epoch {found.number}: {len(replicas)} HDP ranks ({why})")
+
+
+def replicas_of(members: Sequence[int], replica: int, stages: int) -> list[Replica]:
+    """The replicas of members in the order of their ranks."""
+    tensor, per_stage = replica // stages, len(members) // stages
+    return [
+        tuple(
+            members[stage * per_stage + number * tensor + i]
+            for stage in range(stages)
+            for i in range(tensor)
+        )
+        for number in range(len(members) // replica)
+    ]
+
+
+def by_rank(replicas: Sequence[Replica], stages: int) -> tuple[int, ...]:
+    """The inverse of `replicas_of`."""
+    return tuple(
+        member
+        for stage in range(stages)
+        for one in replicas
+        for member in one[stage * len(one) // stages : (stage + 1) * len(one) // stages]
+    )
