@@ -79,7 +79,8 @@ ROOMS: dict[str, set[str]] = {
         *{"planner", "data", "data_plane", "simulator", "runtime"},
     },
     "megatron/world": {
-        *{"megatron", "megatron/options", "megatron/execution", "megatron/step", "runtime"},
+        *{"megatron", "megatron/options", "megatron/optimizer", "megatron/execution"},
+        *{"megatron/step", "runtime"},
     },
     "megatron/lm": {
         *{"megatron", "megatron/options", "megatron/cpu"},

@@ -59,6 +59,10 @@ COMMANDS = {
     "python -m pip install '.[plot,tensorboard]'": NotHere(
         "it would install over what is tested; scripts/_env.sh installs the same before CI's tests"
     ),
+    "megatron-hdp launch --nproc-per-node 4 -m megatron_hdp.pretrain_gpt --config "
+    "configs/tiny-cpu.yaml --hybrid-data-parallel --hdp-survive": Elsewhere(
+        "tests/training/test_lost_rank.py::test_the_command_replaces_a_rank", needs="slow"
+    ),
     "megatron-hdp doctor": Elsewhere(
         "tests/megatron/doctor/test_doctor.py::test_training_can_run_here"
     ),

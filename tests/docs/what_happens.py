@@ -1,6 +1,7 @@
 """Which tests show what the table in docs/failures.md says, row by row."""
 
 SURVIVAL = "tests/training/test_survival.py::"
+LOST = "tests/training/test_lost_rank.py::"
 ERRORS = "tests/training/test_pretrain_errors.py::"
 MISHAPS = "tests/training/test_mishaps.py::"
 DAMAGED = "tests/training/test_damaged_checkpoint.py::"
@@ -24,6 +25,8 @@ SHOWN_BY = {
         "tests/megatron/step/test_disagreement.py::test_another_cost_model",
     ),
     "a rank dies": (f"{SURVIVAL}test_a_rank_that_fails_is_named_and_all_end",),
+    "a rank dies, with [`--hdp-survive`](lost-rank.md)": (f"{LOST}test_a_rank_dies",),
+    "the same, and too few ranks are left": (f"{LOST}test_too_few_are_left",),
     "a rank dies before the first step": (
         f"{SURVIVAL}test_a_rank_that_dies_at_the_start_is_named",
     ),

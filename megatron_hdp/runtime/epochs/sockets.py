@@ -36,6 +36,7 @@ def shut_connections(spared: Collection[str]) -> int:
             with socket.socket(fileno=os.dup(int(descriptor))) as one:
                 if one.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
+                one.getpeername()  # what listens has none; gloo would end the process for it
                 one.shutdown(socket.SHUT_RDWR)
                 num_shut += 1
     return num_shut

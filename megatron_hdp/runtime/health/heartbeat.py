@@ -201,7 +201,7 @@ class Heartbeat:
         """Ends it from another thread, at once: nobody hears that this rank leaves."""
         self._stop.set()
         self._device.stop()
-        self._others.stop(0.0)
+        self._others.abandon()
 
     def _told(self, error: BaseException) -> RankFailure | None:
         """Tells the others of an error of this rank; who is to blame, if communication failed."""

@@ -44,6 +44,7 @@ class HeartbeatStore:
         self._interval_s = interval_s
         self._thread = threading.Thread(target=self._talk, name="heartbeat-store", daemon=True)
         self._stop, self._wake, self._told = (threading.Event() for _ in range(3))
+        self._is_abandoned = False
         self._beats = 0
         self._to_tell: str | None = None
         self._everyone_wanted_at: float | None = None
@@ -68,6 +69,11 @@ class HeartbeatStore:
         self._stop.set()
         self._wake.set()
         self._thread.join(timeout_s)
+
+    def abandon(self) -> None:
+        """Ends the thread without a word more; waits for nothing."""
+        self._is_abandoned = True
+        self._wake.set()
 
     def tell(self, text: str, timeout_s: float) -> None:
         """Gives all ranks `text` as the reason to end; the first one told in the job holds."""
@@ -126,6 +132,8 @@ class HeartbeatStore:
 
     def _talk(self) -> None:
         while True:
+            if self._is_abandoned:
+                return
             is_last = self._stop.is_set()
             try:
                 self._exchange(is_last)

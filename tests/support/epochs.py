@@ -1,0 +1,173 @@
+"""A job whose ranks die and join, with the coordinator that `megatron-hdp launch` runs by.
+
+Processes are forked as `tests.support.ranks` forks them, which spares each of them its imports.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+from megatron_hdp.launching.coordinator import Coordinator
+from megatron_hdp.launching.node_ranks import Ended
+from megatron_hdp.runtime.epochs import Membership, keys
+from tests.support import ranks
+
+
+@dataclass
+class SurvivingJob:
+    """Runs training on processes that may be killed.
+
+    Args:
+        arguments: of the run.
+        num_ranks: at the start.
+        folder: of what processes print.
+        faults: by member, what is called in its process before it trains, with one argument.
+        replaces: whether others join in the place of lost ones.
+    """
+
+    arguments: object
+    num_ranks: int
+    folder: Path
+    faults: dict = field(default_factory=dict)
+    replaces: bool = False
+    said: list = field(default_factory=list)
+    died: list = field(default_factory=list)
+
+    def run(self, disturb=lambda job: None, timeout_s=240.0):
+        """The exit codes of the last members; `disturb` is called again and again."""
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self.coordinator = Coordinator(self.store, range(self.num_ranks), self.said.append)
+        self.processes, self.codes = {}, {}
+        deadline = time.monotonic() + timeout_s
+        try:
+            with ranks._server_environment():
+                for member in range(self.num_ranks):
+                    self.start(member, ())
+                self._watch(disturb, deadline)
+        finally:
+            for process in self.processes.values():
+                process.kill()
+                process.join()
+        return [self.codes.get(one) for one in self.coordinator.epoch.members]
+
+    def _watch(self, disturb, deadline):
+        coordinator = self.coordinator
+        while self.processes:
+            assert time.monotonic() < deadline, (self.said, self.printed())
+            survives = coordinator.begin()
+            for member, process in list(self.processes.items()):
+                if process.exitcode is None:
+                    continue
+                del self.processes[member]
+                self.codes[member] = process.exitcode
+                ended = Ended(member, process.exitcode)
+                if ended.code and coordinator.is_member(member):
+                    self.died.append(ended)
+                for mate in coordinator.note(ended):
+                    self.processes[mate].kill()
+            if survives:
+                coordinator.look()
+                self._replace()
+                disturb(self)
+            time.sleep(0.005)
+
+    def _replace(self):
+        replica = self.coordinator.terms.replica
+        if not self.replaces or self.coordinator._done:
+            return
+        while self.coordinator.num_coming < self.num_ranks // replica:
+            first = max([*self.codes, *self.processes]) + 1
+            members = tuple(range(first, first + replica))
+            self.coordinator.joins(members)
+            for one in members:
+                self.start(one, members)
+
+    def start(self, member, joins):
+        address = "127.0.0.1", self.store.port
+        process = ranks._context.Process(
+            target=_member,
+            args=(address, member, joins, self.arguments, self.folder, self.faults.get(member)),
+        )
+        process.start()
+        self.processes[member] = process
+
+    def kill(self, member):
+        os.kill(self.processes[member].pid, signal.SIGKILL)
+
+    def steps(self):
+        """Lines of metrics so far."""
+        path = self.arguments.metrics_path
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def printed(self):
+        """What all processes have printed, by member."""
+        return {path.name: path.read_text() for path in sorted(self.folder.glob("member-*"))}
+
+
+def _member(address, member, joins, arguments, folder, fault):
+    from megatron_hdp.megatron import parallel
+    from megatron_hdp.runtime.health import RankFailure
+    from megatron_hdp.training import survival
+
+    output = os.open(folder / f"member-{member}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    parallel.compute_device()
+    environment = {keys.MEMBER: str(member), keys.JOINS: json.dumps(joins)}
+    with mock.patch.dict(os.environ, environment):
+        membership = Membership(address, member, 60.0)
+        if fault is not None:
+            fault(member)
+        try:
+            survival.pretrain(arguments, membership)
+            code = 0
+        except RankFailure as error:
+            print(f"error: {error}")
+            code = 3
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@dataclass(frozen=True)
+class DiesIn:
+    """A fault: the process kills itself when it calls a function of a step."""
+
+    function: str
+    """Of `training.survival`."""
+    step: int
+    """That runs, or has just been applied."""
+    behind: bool = False
+    """Behind the call, not before."""
+
+    def __call__(self, member):
+        from megatron_hdp.training import survival
+
+        original, calls = getattr(survival, self.function), []
+
+        def called(*args, **kwargs):
+            calls.append(None)
+            is_it = len(calls) == self.step
+            if is_it and not self.behind:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(*args, **kwargs)
+            if is_it:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(survival, self.function, called)

@@ -1,0 +1,153 @@
+"""A rank is lost, or joins: no step is lost, none counts twice, and nothing else changes."""
+
+import random
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megatron_hdp.exit_codes import ExitCode
+from tests.support.epochs import DiesIn, SurvivingJob
+from tests.support.gradients import write_corpus
+from tests.training.runs import LENGTHS, curve, flags, lines_of, run
+
+EXACT = 1e-12
+SLOW = pytest.mark.slow
+
+
+def surviving(folder, **changes):
+    settings = {"hdp_survive": True, "metrics_path": folder / "metrics.jsonl", "log_interval": 1}
+    return run(write_corpus(folder, LENGTHS), **(settings | changes))
+
+
+def reference(run_ranks, folder, num_ranks=1, **changes):
+    changes = {"hdp_tokens_per_rank": 128, "metrics_path": folder / "reference.jsonl"} | changes
+    run_ranks(num_ranks, curve, run(write_corpus(folder, LENGTHS), **changes))
+    return lines_of(folder / "reference.jsonl")
+
+
+def require_same_steps(job, expected):
+    found = job.steps()
+    assert [one["step"] for one in found] == [one["step"] for one in expected], job.said
+    for one, other in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm", "validation_loss"):
+            if other[name] is not None:
+                assert abs(one[name] / other[name] - 1) < EXACT, (one["step"], name)
+
+
+def require_survived(job, codes):
+    assert codes == [ExitCode.DONE] * len(codes), (job.said, job.printed())
+
+
+MOMENTS = {
+    "in the step": DiesIn("gradients_of_step", 3),
+    "before the commit": DiesIn("apply_step", 3),
+    "behind the commit": DiesIn("apply_step", 3, behind=True),
+    "before metrics": DiesIn("write_step", 3),
+    "behind metrics": DiesIn("write_step", 3, behind=True),
+    "behind the checkpoint": DiesIn("save_if_due", 3, behind=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [
+        pytest.param(one, victim, marks=() if (one, victim) == ("behind the commit", 0) else SLOW)
+        for one in MOMENTS
+        for victim in (0, 2)
+    ],
+)
+def test_a_rank_dies(run_ranks, tmp_path, moment, victim):
+    arguments = surviving(tmp_path, save=tmp_path / "saved", save_interval=1)
+    job = SurvivingJob(arguments, 3, tmp_path, {victim: MOMENTS[moment]})
+    require_survived(job, job.run())
+    assert job.coordinator.epoch.members == tuple(one for one in range(3) if one != victim)
+    require_same_steps(job, reference(run_ranks, tmp_path))
+
+
+def test_too_few_are_left(run_ranks, tmp_path):
+    """The longest sequence needs two ranks of 64 tokens."""
+    arguments = surviving(tmp_path, save=tmp_path / "saved", hdp_survive_pause_seconds=0.2)
+    job = SurvivingJob(arguments, 2, tmp_path, {0: DiesIn("gradients_of_step", 3)})
+    assert job.run() == [ExitCode.BLAMES_ANOTHER]
+    assert any("a step needs 2" in line for line in job.said), job.said
+    assert "expected 2" in job.printed()["member-1"]
+    assert (tmp_path / "saved" / "iter_0000002").is_dir()
+    assert [one["step"] for one in job.steps()] == [1, 2]
+
+
+@pytest.mark.slow
+def test_lost_ranks_are_replaced(run_ranks, tmp_path):
+    arguments = surviving(tmp_path, train_iters=60, lr_decay_iters=60, hdp_online=True)
+    killed = []
+
+    def disturb(job):
+        done = len(job.steps())
+        if done >= 4 + 8 * len(killed) and len(job.coordinator.epoch.members) == 3:
+            victim = job.coordinator.epoch.members[len(killed) % 3]
+            if victim in job.processes:
+                killed.append(victim)
+                job.kill(victim)
+
+    job = SurvivingJob(arguments, 3, tmp_path, replaces=True)
+    require_survived(job, job.run(disturb))
+    assert len(killed) >= 3
+    assert any("join" in line for line in job.said)
+    require_same_steps(job, reference(run_ranks, tmp_path, train_iters=60, lr_decay_iters=60))
+
+
+@pytest.mark.slow
+def test_the_command_replaces_a_rank(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    write_corpus(tmp_path, LENGTHS)
+    rank = flags(
+        tmp_path,
+        **{"global_batch_size": 8, "hdp_tokens_per_rank": 60, "hdp_survive": True},
+        **{"metrics_path": metrics, "fp64": True, "train_iters": 400},
+    )
+    command = ["-m", "megatron_hdp.cli.main", "launch", "--nproc-per-node", "3"]
+    command = [sys.executable, *command, "-m", "megatron_hdp.pretrain_gpt", *rank]
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: metrics.exists() and len(lines_of(metrics)) > 3, job)
+        first, *_ = psutil.Process(job.pid).children()
+        first.kill()
+        assert job.wait(240) == ExitCode.DONE
+    finally:
+        job.kill()
+    text = (tmp_path / "log").read_text()
+    assert "was killed by SIGKILL" in text and "1 HDP ranks join" in text
+    assert [one["step"] for one in lines_of(metrics)] == list(range(1, 401))
+
+
+def wait_until(is_so, job, timeout_s=120):
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_hundred_random_moments(run_ranks, tmp_path):
+    """One run after another, each of which loses a rank at a moment that nobody chose."""
+    expected, seed = reference(run_ranks, tmp_path), random.SystemRandom().randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    for number in range(100):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        arguments = surviving(folder, save=folder / "saved", save_interval=2)
+        wait_s, victim, begun = chance.uniform(0, 1.5), chance.randrange(3), []
+
+        def disturb(job, wait_s=wait_s, victim=victim, begun=begun):
+            begun.append(time.monotonic())
+            if time.monotonic() - begun[0] > wait_s and victim in job.processes and not job.died:
+                job.kill(victim)
+
+        job = SurvivingJob(arguments, 3, folder)
+        codes = job.run(disturb, timeout_s=120)
+        require_survived(job, codes)
+        require_same_steps(job, expected)
