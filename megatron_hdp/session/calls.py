@@ -69,6 +69,11 @@ def require_known(arguments: TrainingArguments) -> None:
             "found --no-hdp-fused-loss: a session's losses begin at the model's hidden states, "
             "without its logits: leave it out"
         )
+    if arguments.hdp_survive:
+        raise ValueError(
+            "found --hdp-survive, which is for the standalone trainer: leave it out; the loop of a "
+            "session calls leave and enter itself"
+        )
     if arguments.mtp_num_layers is not None:
         raise ValueError(
             f"found --mtp-num-layers {arguments.mtp_num_layers}, expected none: a session's losses "

@@ -158,6 +158,7 @@ def test_every_rank_says_what_is_wrong(run_ranks):
     [
         ({"hybrid_data_parallel": False}, "no --hybrid-data-parallel"),
         ({"hdp_fused_loss": False}, "--no-hdp-fused-loss"),
+        ({"hdp_survive": True}, "--hdp-survive"),
         ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1, expected 0"),
     ],
 )
