@@ -27,6 +27,8 @@ _LOOK_S = 0.01
 _GRACE_S = 30.0
 _JOIN_STORE_S = 300.0
 _STOPPED_S = 10.0
+FINAL = (ExitCode.MISTAKE, ExitCode.BLAMES_ANOTHER)
+"""Exit codes of a rank that knows that the job cannot continue."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -103,11 +105,9 @@ class Agent:
                     self._ranks.kill(mate)
                 if ended.code and is_member:
                     worst = worst or _code_of(ended)
-                    if not survives or ended.code == ExitCode.MISTAKE:
+                    if not survives or ended.code in FINAL:
                         _say(f"{ended.words()}: the job ends")
                         return worst
-                    if coordinator.epoch.is_last:
-                        worst = ExitCode.BLAMES_ANOTHER
             if coordinator.is_done():
                 return ExitCode.DONE
             if not any(map(coordinator.is_member, coordinator.epoch.members)):

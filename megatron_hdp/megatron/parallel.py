@@ -248,6 +248,12 @@ def num_hdp_ranks() -> int:
     return int(parallel_state.get_data_parallel_world_size())
 
 
+def hdp_group() -> tuple[dist.ProcessGroup, list[int]]:
+    """The group over which gradients and the optimizer's state are spread, and its ranks."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group, dist.get_process_group_ranks(group)
+
+
 def sum_over_hdp_ranks(tensor: torch.Tensor) -> None:
     """Adds up a tensor over the HDP ranks, in place, where gradients are added up, too."""
     dist.all_reduce(

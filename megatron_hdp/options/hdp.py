@@ -183,6 +183,13 @@ class HdpOptions:
         help="Continue when ranks die, without them: the step that ran is run again, and new ranks "
         "join. Start the job by megatron-hdp launch.",
     )
+    hdp_optimizer_copies: str = option(
+        "on",
+        choices=("on", "off"),
+        help="With --hdp-survive and --use-distributed-optimizer, keep a copy of each rank's part "
+        "of the optimizer in host memory of another rank, on another node if there is one. off: a "
+        "rank that dies ends the job.",
+    )
     hdp_survive_pause_seconds: float = option(
         600.0,
         minimum=0,

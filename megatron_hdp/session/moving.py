@@ -59,4 +59,9 @@ def world_of(arguments: TrainingArguments, chunks: Sequence[Any], timeline: Time
             "found a session of a model that a framework built, expected one of "
             "HdpSession.from_flags: the framework keeps process groups that a session does not know"
         )
+    if arguments.use_distributed_optimizer:
+        raise ValueError(
+            "found --use-distributed-optimizer, expected an optimizer whose state every HDP rank "
+            "has whole: a rank that leaves would take its part with it. Leave it out"
+        )
     return World(arguments, timeline, chunks, lambda parts: build_optimizer(arguments, parts))

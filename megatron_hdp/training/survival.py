@@ -3,7 +3,8 @@
 A rank runs epoch after epoch. When one ends, because a member died or others join, it says which
 step it has applied, hears who is in the next one, makes all groups anew and continues: with the
 step that ran, or behind it if somebody has applied it. Whoever has applied a step has seen all
-ranks with whole gradients of it, so the others apply theirs: nothing is ever taken back.
+ranks with whole gradients of it, so the others apply theirs. Where ranks hold shards of the
+optimizer, all go back to the newest version of which every shard is left.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from megatron_hdp.training.loop import (
 )
 from megatron_hdp.training.metrics import StepMetrics, log_line
 from megatron_hdp.training.step_outputs import StepOutputs
+from megatron_hdp.training.surviving_shards import SurvivingShards
 from megatron_hdp.training.training_job import Model, TrainingJob, hdp_steps, open_corpora
 
 _NOTICE_S = 20.0
@@ -90,6 +92,16 @@ def pretrain(arguments: TrainingArguments, membership: Membership) -> list[StepM
             epoch = run.leave(epoch)  # behind the block, which holds what the step has kept
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A step that may have to be gone back to: what is known of the state behind it."""
+
+    progress: Progress
+    done: StepDone | None
+    scheduler_steps: int
+    before: BeforeCommit
+
+
 class _Run:
     """What one rank carries from epoch to epoch."""
 
@@ -109,6 +121,10 @@ class _Run:
         self._latest: StepDone | None = None
         self._is_written = True
         self._records: dict[int, StepMetrics] = {}
+        self._shards = SurvivingShards(arguments)
+        self._copied = 0
+        """The newest version that all ranks' neighbours have of their shards."""
+        self._kept: dict[int, _Kept] = {}
         self._counts: list[dict[str, Any]] = []
         self._progress: Progress | None = None  # None: of a joiner
         self._order: DataOrder | None = None
@@ -187,6 +203,7 @@ class _Run:
             stop, is_over = self._end_step(job, outputs) if is_pending else self._agreed()
             while not is_done(job, self._progress) and stop is None:
                 if is_over:
+                    self._shards.settle()
                     raise EpochEnds
                 heartbeat.begin_step(self._progress.iteration + 1)
                 self._run_step(job, outputs)
@@ -194,6 +211,7 @@ class _Run:
             with self._timeline.span(CHECKPOINT):
                 job.checkpoints.finish()
         job.checkpoints.close()
+        self._shards.close()
         heartbeat.__exit__(None, None, None)
         parallel.finish()
         parallel.leave_job()
@@ -205,6 +223,7 @@ class _Run:
         if epoch.number:
             self._share()
             assert self._progress is not None
+            self._shards.enter(epoch, model, self._progress.iteration)
             if epoch.is_last:
                 self._save_and_end(epoch)
         else:
@@ -235,6 +254,7 @@ class _Run:
         if epoch.number == 0:
             self._progress = job.load()
             self._order = job.state.order
+            self._shards.enter(epoch, model, self._progress.iteration)
             if parallel.is_first_rank():
                 self._membership.offer(self._terms(training))
         else:
@@ -249,9 +269,18 @@ class _Run:
             position = training.moved(self._progress.position, places)
             self._progress = replace(self._progress, position=position)
             job.checkpoints.enter(self._progress)
-        self._before = BeforeCommit(model.chunks, steps)
-        self._counts = self._before.counts()
+        self._keep(BeforeCommit(model.chunks, steps), self._latest)
         return job
+
+    def _keep(self, before: BeforeCommit, done: StepDone | None) -> None:
+        """Notes the state behind the latest step; with shards on other ranks, of two more."""
+        assert self._progress is not None
+        self._before, self._counts, self._latest = before, before.counts(), done
+        version = self._progress.iteration
+        scheduler_steps = self._model.scheduler.num_steps
+        self._kept[version] = _Kept(self._progress, done, scheduler_steps, before)
+        for old in [one for one in self._kept if one < version - 2]:
+            del self._kept[old]
 
     def _terms(self, training: HdpSteps) -> Terms:
         place = training.place
@@ -272,6 +301,8 @@ class _Run:
         mine = None if self._progress is None else self._progress.iteration
         known = gathered((mine, self._is_written))
         everyone = [one for one, _ in known]
+        if not any(one is not None for one in everyone):
+            raise RankFailure("nobody is left who was at a step: start again from a checkpoint")
         assert len({one for one in everyone if one is not None}) == 1, everyone
         self._is_written = all(is_written for _, is_written in known)
         if None not in everyone:
@@ -290,7 +321,8 @@ class _Run:
             )
         dist.broadcast_object_list(shared, source, device=parallel.compute_device())
         hdp_rank = source // self._arguments.tensor_model_parallel_size
-        give_state(model.chunks, model.optimizer, hdp_rank)
+        is_spread = self._shards.is_spread
+        give_state(model.chunks, None if is_spread else model.optimizer, hdp_rank)
         if mine is None:
             found = shared[0]
             self._progress, self._order = found.progress, found.order
@@ -299,25 +331,30 @@ class _Run:
 
     def _agreed(self) -> tuple[Any, bool]:
         """A signal that asks to end, and whether the epoch ends, on all ranks alike."""
-        leaves = self._membership.leaves_next
-        return self._signals.agreed_with(leaves, parallel.compute_device())
+        more = self._membership.leaves_next, -self._shards.complete
+        stop, (leaves, lag) = self._signals.agreed_with(more, parallel.compute_device())
+        self._copied = -lag
+        return stop, bool(leaves)
 
     def _run_step(self, job: TrainingJob, outputs: StepOutputs) -> None:
         self._started = time.perf_counter()
         self._report = None
         assert self._progress is not None
+        self._shards.begin(self._copied)
         self._report = gradients_of_step(job, outputs, self._progress)
         self._apply(job)
 
     def _apply(self, job: TrainingJob) -> None:
         """The commit: from here on the step counts, on this rank and so on all."""
         assert self._progress is not None and self._report is not None
-        self._latest = apply_step(job, self._progress, self._report, self._started)
-        self._progress = self._latest.progress()
+        self._shards.before_change()
+        done = apply_step(job, self._progress, self._report, self._started)
+        self._progress = done.progress()
+        self._shards.take(done.step)
         self._is_written = False
         steps = (job.training, job.validation)
-        self._before = BeforeCommit(job.chunks, [one for one in steps if isinstance(one, HdpSteps)])
-        self._counts = self._before.counts()
+        found = [one for one in steps if isinstance(one, HdpSteps)]
+        self._keep(BeforeCommit(job.chunks, found), done)
         self._report = None
 
     def _end_step(self, job: TrainingJob, outputs: StepOutputs) -> tuple[Any, bool]:
@@ -354,23 +391,47 @@ class _Run:
             self._heartbeat.abandon()
             self._heartbeat = None
         assert self._progress is not None or epoch.number, "a joiner has no first epoch"
-        vote: dict[str, Any] = {"step": -1, "norm": None}
+        vote: dict[str, Any] = {"step": -1, "norm": None, "versions": self._shards.leave()}
         if self._progress is not None:
             norm = None if self._latest is None else self._latest.grad_norm
-            vote = {"step": self._progress.iteration, "norm": norm}
+            vote |= {"step": self._progress.iteration, "norm": norm}
         self._membership.leave(vote)
         following, votes = self._membership.settled(epoch)
-        ahead = max(votes.values(), key=lambda one: one["step"])
-        job = self._job
-        if self._progress is not None and self._progress.iteration < ahead["step"]:
-            assert job is not None
-            self._roll_forward(job, ahead["norm"])
+        if self._shards.is_spread:
+            self._go_back(epoch, following, votes)
+        else:
+            self._catch_up(max(votes.values(), key=lambda one: one["step"]))
         if self._before is not None:
             self._before.put_back(self._model.chunks)
         self._drop_steps()
         self._executor = None
         self._world.leave()
         return following
+
+    def _go_back(self, epoch: Epoch, following: Epoch, votes: dict[int, dict[str, Any]]) -> None:
+        """To the newest step of which every part of the optimizer is left.
+
+        Raises:
+            RankFailure: there is none.
+        """
+        left = {member: one for member, one in votes.items() if member in following.members}
+        stages = self._arguments.pipeline_model_parallel_size
+        version = self._shards.choose(epoch, stages, left, self._membership.member)
+        if version is None:
+            raise RankFailure(
+                f"{following.why}: a part of the optimizer is lost that no other rank has a copy "
+                "of: the job ends, start it again from its latest checkpoint"
+            )
+        if self._progress is None:
+            return  # it never was at a step
+        kept = self._kept[version]
+        if version < self._progress.iteration:
+            self._is_written = True
+        self._progress, self._latest, self._before = kept.progress, kept.done, kept.before
+        self._counts = kept.before.counts()
+        scheduler = self._model.scheduler
+        scheduler.num_steps = kept.scheduler_steps
+        scheduler.step(increment=0)
 
     def _drop_steps(self) -> None:
         """Ends what prepares steps, and lets go of all that is bound to the epoch's groups."""
@@ -381,11 +442,15 @@ class _Run:
             if steps is not None:
                 steps.close()
 
-    def _roll_forward(self, job: TrainingJob, norm: float) -> None:
+    def _catch_up(self, ahead: dict[str, Any]) -> None:
         """Applies a step that another rank has applied: so all gradients of it were whole."""
+        if self._progress is None or self._progress.iteration >= ahead["step"]:
+            return
         assert self._report is not None, "the other has seen this rank's gradients whole"
+        job = self._job
+        assert job is not None
         with Overrides() as overrides:  # all that the optimizer would ask others for
-            overrides.set(job.optimizer, "get_grad_norm", lambda: norm)
+            overrides.set(job.optimizer, "get_grad_norm", lambda: ahead["norm"])
             self._apply(job)
 
     def _save_and_end(self, epoch: Epoch) -> None:

@@ -15,6 +15,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.launching.agent import FINAL
 from megatron_hdp.launching.coordinator import Coordinator
 from megatron_hdp.launching.node_ranks import Ended
 from megatron_hdp.runtime.epochs import Membership, keys
@@ -73,6 +75,9 @@ class SurvivingJob:
                 ended = Ended(member, process.exitcode)
                 if ended.code and coordinator.is_member(member):
                     self.died.append(ended)
+                    if ended.code in FINAL or ended.code == ExitCode.FAILED:
+                        self._wait_for_the_others(deadline)
+                        return
                 for mate in coordinator.note(ended):
                     self.processes[mate].kill()
             if survives:
@@ -80,6 +85,16 @@ class SurvivingJob:
                 self._replace()
                 disturb(self)
             time.sleep(0.005)
+
+    def _wait_for_the_others(self, deadline):
+        """A rank has ended as one does that knows that the job cannot continue."""
+        members = self.coordinator.epoch.members
+        while any(one in self.processes for one in members) and time.monotonic() < deadline:
+            for member, process in list(self.processes.items()):
+                if process.exitcode is not None:
+                    self.codes[member] = process.exitcode
+                    del self.processes[member]
+            time.sleep(0.01)
 
     def _replace(self):
         replica = self.coordinator.terms.replica

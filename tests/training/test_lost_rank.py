@@ -38,7 +38,8 @@ def require_same_steps(job, expected):
 
 
 def require_survived(job, codes):
-    assert codes == [ExitCode.DONE] * len(codes), (job.said, job.printed())
+    words = "".join(f"--- {name}\n{text[-3000:]}" for name, text in job.printed().items())
+    assert codes == [ExitCode.DONE] * len(codes), "\n".join([*job.said, words])
 
 
 MOMENTS = {
@@ -80,12 +81,12 @@ def test_too_few_are_left(run_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_lost_ranks_are_replaced(run_ranks, tmp_path):
-    arguments = surviving(tmp_path, train_iters=60, lr_decay_iters=60, hdp_online=True)
+    arguments = surviving(tmp_path, train_iters=30, lr_decay_iters=30, hdp_online=True)
     killed = []
 
     def disturb(job):
         done = len(job.steps())
-        if done >= 4 + 8 * len(killed) and len(job.coordinator.epoch.members) == 3:
+        if done >= 4 + 10 * len(killed) and len(job.coordinator.epoch.members) == 3:
             victim = job.coordinator.epoch.members[len(killed) % 3]
             if victim in job.processes:
                 killed.append(victim)
@@ -93,9 +94,9 @@ def test_lost_ranks_are_replaced(run_ranks, tmp_path):
 
     job = SurvivingJob(arguments, 3, tmp_path, replaces=True)
     require_survived(job, job.run(disturb))
-    assert len(killed) >= 3
+    assert len(killed) >= 2
     assert any("join" in line for line in job.said)
-    require_same_steps(job, reference(run_ranks, tmp_path, train_iters=60, lr_decay_iters=60))
+    require_same_steps(job, reference(run_ranks, tmp_path, train_iters=30, lr_decay_iters=30))
 
 
 @pytest.mark.slow
@@ -151,3 +152,20 @@ def test_a_hundred_random_moments(run_ranks, tmp_path):
         codes = job.run(disturb, timeout_s=120)
         require_survived(job, codes)
         require_same_steps(job, expected)
+
+
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
+SPREAD = {
+    "sharded": SHARDED,
+    "gathered-beside": SHARDED | {"overlap_param_gather": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("how", SPREAD)
+def test_a_rank_dies_with_its_shard(run_ranks, tmp_path, how, moment):
+    arguments = surviving(tmp_path, save=tmp_path / "saved", save_interval=2, **SPREAD[how])
+    job = SurvivingJob(arguments, 3, tmp_path, {1: MOMENTS[moment]}, replaces=True)
+    require_survived(job, job.run())
+    require_same_steps(job, reference(run_ranks, tmp_path))

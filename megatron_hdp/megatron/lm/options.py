@@ -38,7 +38,8 @@ from megatron_hdp.options import HdpOptions, OptionError, add_options, check_val
 LEFT_OUT = (
     "hdp_global_batch_tokens",  # Megatron counts --global-batch-size samples a step
     "vocab_size",  # Megatron pads its tokenizer's
-    *("hdp_survive", "hdp_survive_pause_seconds"),  # of the standalone trainer's loop
+    # of the standalone trainer's loop
+    *("hdp_survive", "hdp_survive_pause_seconds", "hdp_optimizer_copies"),
 )
 _STALL = "stall_timeout_seconds"
 

@@ -12,15 +12,16 @@ from megatron.core.optimizer import MegatronOptimizer
 class CarriedState:
     """What an optimizer knows of each of its parameters, in its own order, and its settings.
 
-    Nothing is copied: the new optimizer takes the tensors over.
+    Nothing is copied: the new optimizer takes the tensors over. With `settings_only` it takes over
+    the settings alone.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, settings_only: bool = False) -> None:
         self._own = [group for adam in adams_of(optimizer) for group in adam.param_groups]
         self._groups = [
             (
                 {name: value for name, value in group.items() if name != "params"},
-                [(one, adam.state.get(one)) for one in group["params"]],
+                [] if settings_only else [(one, adam.state.get(one)) for one in group["params"]],
             )
             for adam in adams_of(optimizer)
             for group in adam.param_groups
@@ -31,6 +32,8 @@ class CarriedState:
         made = [(adam, group) for adam in adams_of(optimizer) for group in adam.param_groups]
         for (adam, group), (settings, parameters) in zip(made, self._groups, strict=True):
             group.update(settings)
+            if not parameters:
+                continue
             for new, (old, state) in zip(group["params"], parameters, strict=True):
                 if new is not old:  # weights of its own, in float32
                     new.data = old.data

@@ -28,6 +28,9 @@ from megatron_hdp.runtime.timeline import Timeline
 class World:
     """What one rank has bound to the groups of its job.
 
+    A distributed optimizer is made anew without its state, which lies on several ranks: see
+    `optimizer.ShardCopies`.
+
     Args:
         arguments: of the run.
         timeline: what the rank does.
@@ -61,7 +64,7 @@ class World:
         """Refuses a layout whose ranks cannot leave their job and enter another.
 
         Raises:
-            ValueError: experts lie across HDP ranks, or the optimizer's state does.
+            ValueError: experts lie across HDP ranks.
         """
         arguments = self._arguments
         across = arguments.expert_model_parallel_size * arguments.expert_tensor_parallel_size
@@ -70,11 +73,6 @@ class World:
                 f"found --expert-model-parallel-size {arguments.expert_model_parallel_size} across "
                 "HDP ranks, expected experts inside each: a rank that leaves would take experts "
                 "with it. Keep it within --tensor-model-parallel-size"
-            )
-        if self.optimizer is not None and arguments.use_distributed_optimizer:
-            raise ValueError(
-                "found --use-distributed-optimizer, expected an optimizer whose state every HDP "
-                "rank has whole: a rank that leaves would take its part with it. Leave it out"
             )
 
     def leave(self) -> None:
@@ -90,7 +88,8 @@ class World:
             self.require_movable()
             self._groups = HeldGroups(self._chunks)
         if self.optimizer is not None and vars(self.optimizer):
-            self._carried = CarriedState(self.optimizer)
+            spread = self._arguments.use_distributed_optimizer
+            self._carried = CarriedState(self.optimizer, settings_only=spread)
             vars(self.optimizer).clear()
         self._groups.take_out()
         unbind(self._chunks)

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -72,12 +73,14 @@ class StopSignals:
         Args:
             device: where the backend wants its tensors.
         """
-        return self.agreed_with(False, device)[0]
+        return self.agreed_with((), device)[0]
 
-    def agreed_with(self, is_so: bool, device: torch.device) -> tuple[signal.Signals | None, bool]:
-        """The same, and whether something is so on some rank, in one exchange."""
-        number, any_so = largest([self._received, is_so], device)
-        return signal.Signals(number) if number else None, bool(any_so)
+    def agreed_with(
+        self, more: Sequence[int], device: torch.device
+    ) -> tuple[signal.Signals | None, list[int]]:
+        """The same, and the largest of other numbers of all ranks, in one exchange."""
+        number, *others = largest([self._received, *more], device)
+        return signal.Signals(number) if number else None, others
 
     def _listen(self) -> None:
         while numbers := self._reader.recv(64):  # what C's handler wrote: a byte a signal
