@@ -94,11 +94,8 @@ class HdpSession:
     def _begin(self, executor: HdpExecutor) -> None:
         found = SessionPlace.of(self.arguments, executor, self._vocab_size)
         self._executor, self.place = executor, executor.place
-        self.cost_model, self._settings, self._reader = (
-            found.cost_model,
-            found.settings,
-            found.reader,
-        )
+        self.cost_model, self._settings = found.cost_model, found.settings
+        self._reader = found.reader
         self._watch = Watch(self.arguments, self._timeline)
 
     @classmethod
@@ -235,8 +232,8 @@ class HdpSession:
         behind whose ``except`` block nothing refers to what the step has kept.
 
         Raises:
-            ValueError: the session is not of `from_flags`; experts lie across HDP ranks; or the
-                optimizer's state does. Nothing was changed.
+            ValueError: the session is not of `from_flags`; or experts, or the optimizer's state,
+                lie across HDP ranks. Nothing was changed.
         """
         world = self._world or world_of(self.arguments, self.chunks, self._timeline)
         world.optimizer = self._optimizer
@@ -254,8 +251,7 @@ class HdpSession:
         Every rank of the job must call it, with the same arguments but `rank`.
 
         Args:
-            store: in which only these ranks find each other: a ``PrefixStore`` of its own for each
-                job will do.
+            store: in which only these ranks find each other, as a ``PrefixStore`` for each job.
             rank: this one's, from 0.
             world_size: ranks of the job.
             state_of: an HDP rank of it whose weights and optimizer all take over; without one all

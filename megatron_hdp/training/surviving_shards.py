@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.optimizer import Chosen, ShardCopies, choose_common, restore
-from megatron_hdp.megatron.optimizer.shard_copies import Held
+from megatron_hdp.megatron.optimizer import Chosen, Held, ShardCopies, choose_common, restore
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.runtime.epochs import Epoch
 from megatron_hdp.runtime.gathering import gathered
