@@ -13,10 +13,11 @@ from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.optimizer import (
     ShardCopies,
     build_optimizer,
+    choose_common,
     choose_version,
     restore,
 )
-from tests.support.gradients import VOCABULARY, tiny_arguments
+from tests.support.gradients import EXPERTS, VOCABULARY, tiny_arguments
 
 LOST, JOINED = 2, 4
 
@@ -181,3 +182,58 @@ def test_a_lost_shard_comes_back_on_other_numbers_of_ranks(run_ranks, tmp_path, 
     (expected,) = run_ranks(1, undisturbed, changes)
     for state in found:
         require_equal(state, expected)
+
+
+LAYOUTS = {  # settings, survivors, domains of the place group
+    "tensor": ({"tensor_model_parallel_size": 2}, [0, 1], None),
+    "pipeline": ({"pipeline_model_parallel_size": 2}, [0, 2], None),
+    "virtual stages": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "num_layers": 4,
+        },
+        [0, 2],
+        None,
+    ),
+    "experts": (EXPERTS | {"expert_model_parallel_size": 2}, [0, 1], [0, 0, 1, 1]),
+}
+
+
+def lose_an_hdp_rank(folder, layout):
+    """Four ranks, then the two that are left of them; each place has its own shards."""
+    settings, survivors, domains = LAYOUTS[layout]
+    rank, arguments = dist.get_rank(), arguments_of(**settings)
+    chunks, optimizer, group = built(arguments, seed=1)
+    members = dist.get_process_group_ranks(group)
+    hosts = ["a"] * len(members)
+    copies = ShardCopies(
+        optimizer, chunks, members, hosts=hosts, place_group=group, domains=domains
+    )
+    for step in (1, 2):
+        train_step(chunks, optimizer, step, copies)
+        shared_begin(copies)
+    copies.settle()
+    expected = whole_state(chunks, optimizer)
+    train_step(chunks, optimizer, 3)
+    held = copies.leave()
+    parallel.finish()
+    if rank not in survivors:
+        return
+    new_epoch(folder, "two", survivors.index(rank), 2)
+    everyone = [None] * 2
+    dist.all_gather_object(everyone, (rank, members, held.versions()))
+    places = {}
+    for uid, place, versions in everyone:
+        places.setdefault(tuple(place), {})[uid] = versions
+    chosen = dict(zip(places, choose_common(list(places.values())), strict=True))[tuple(members)]
+    assert chosen.version == 2
+    chunks, optimizer, group = built(arguments, seed=2)
+    restore(held, chosen, optimizer, chunks, group, ["a"] * group.size())
+    require_equal(whole_state(chunks, optimizer), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_hdp_rank_or_a_domain_of_experts_is_lost_as_a_whole(run_ranks, tmp_path, layout):
+    run_ranks(4, lose_an_hdp_rank, tmp_path, layout)
