@@ -58,6 +58,8 @@ class SurvivingShards:
         )
         self._chosen = None
         self._copies.take(version)
+        if not epoch.number and self._arguments.copies_shards:
+            parallel.say(self._copies.words())
 
     def _agreed_choice(self, place: Sequence[int]) -> Chosen:
         """What is put together at this place; those who join hear of it from the others."""

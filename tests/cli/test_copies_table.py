@@ -1,9 +1,10 @@
-"""The table of `docs/design/copies.md`: host memory of copies, from the memory model."""
+"""Host memory of copies: the table of `docs/design/copies.md`, and what `check` says."""
 
 import dataclasses
 from pathlib import Path
 
-from megatron_hdp.cli.checking import job_of
+from megatron_hdp.cli.checking import check, job_of
+from megatron_hdp.cli.checking.finding_text import as_text
 from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.planner.memory import copies_bytes, shard_bytes
 
@@ -48,3 +49,24 @@ def test_twelve_bytes_a_parameter_divided_by_the_ranks():
     parameters = 32 * (matrices + 2 * hidden) + hidden
     parameters += 2 * hidden * job.shape.vocab_size
     assert shard_bytes(job) == 12 * parameters / 64
+
+
+def test_check_counts_copies_in_a_nodes_memory(tmp_path):
+    def found(copies="on", **more):
+        other = tmp_path / "copies.yaml"
+        flags = {"hdp-survive": "true", "hdp-optimizer-copies": f'"{copies}"'}
+        flags |= {"tensor-model-parallel-size": "1", "sequence-parallel": "false"}
+        flags["hdp-offload"] = '"off"'
+        other.write_text("\n".join(f"{flag}: {value}" for flag, value in flags.items()))
+        files = [str(REPOSITORY / ROWS[0][1]), str(other)]
+        return check(files, num_gpus=64, gpu_memory_bytes=1e12, preset="byted", **more)
+
+    one = found()
+    assert one.copies_bytes == copies_bytes(shard_bytes(job_of_model(ROWS[0][1], 1, 64)))
+    assert one.node_host_bytes == 8 * one.copies_bytes
+    assert "two versions of its optimizer shard" in as_text(one)
+    assert "copies" not in as_text(found("off"))
+    assert found(host_memory_bytes=one.node_host_bytes / 0.95 + 1).is_sound
+    (refusal,) = found(host_memory_bytes=one.node_host_bytes / 0.95 - 1e6).refusals
+    assert refusal.startswith("--hdp-optimizer-copies on: 8 GPUs of a node x 5.0 GB")
+    assert refusal.endswith("use more HDP ranks, or set --hdp-optimizer-copies off")

@@ -135,4 +135,5 @@ def test_the_device_is_waited_for_in_few_places():
     for path in PACKAGE.rglob("*.py"):
         calls = len(re.findall(r"\w\.synchronize\(", path.read_text()))
         found[str(path.relative_to(PACKAGE))] += calls
-    assert +found == {"runtime/clocks.py": 3}
+    beside = {"megatron/optimizer/pieces.py": 1}  # the thread that copies shards
+    assert +found == {"runtime/clocks.py": 3} | beside

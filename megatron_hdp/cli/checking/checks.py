@@ -18,8 +18,10 @@ from megatron_hdp.planner import CostModel, told_as
 from megatron_hdp.planner.memory import (
     RESERVE,
     Job,
+    copies_bytes,
     kept_of_stream,
     most_tokens_per_rank,
+    shard_bytes,
     stage_memories,
     waiting_activations,
 )
@@ -84,6 +86,8 @@ def _examined(
     cost_model = _plan(found, arguments, job, preset)
     measured = found.runtime_bytes or (cost_model and cost_model.runtime_bytes)
     found.job = replace(job, runtime_bytes=measured or None)
+    if arguments.copies_shards and job.hdp_ranks > 1:
+        found.copies_bytes = copies_bytes(shard_bytes(job))
     _add_memory(found, found.job)
     return found
 
@@ -132,6 +136,7 @@ def _add_memory(found: Finding, job: Job) -> None:
     )
     if job.streams and found.host_memory_bytes is not None:
         of_gpu = (1 - RESERVE) * found.host_memory_bytes / found.node_gpus
+        of_gpu = max(0.0, of_gpu - found.copies_bytes)
         found.longest_stream_tokens = int(of_gpu / kept_of_stream(job)) * job.hdp_ranks
     _check_host(found, job)
     usable = found.gpu_memory_bytes - found.reserve_bytes
@@ -164,9 +169,14 @@ def _check_host(found: Finding, job: Job) -> None:
     )
     if found.longest_stream_tokens is not None and found.streamed_tokens:
         remedy = f"lower --seq-length to {found.longest_stream_tokens:,}, or use more nodes"
+    if found.copies_bytes * found.node_gpus > usable:
+        remedy = "use more HDP ranks, or set --hdp-optimizer-copies off"
+    copies = ["--hdp-optimizer-copies on"] if found.copies_bytes else []
+    what = " and ".join((["--hdp-offload auto"] if found.host_bytes else []) + copies)
     found.refusals.append(
-        f"--hdp-offload auto: {found.node_gpus} GPUs of a node x "
-        f"{found.host_bytes / 1e9:.1f} GB = {found.node_host_bytes / 1e9:,.1f} GB may wait in its "
-        f"memory, expected at most {usable / 1e9:,.1f} GB ({found.host_memory_bytes / 1e9:,.1f} "
-        f"less {RESERVE:.0%} reserve): {remedy}"
+        f"{what}: {found.node_gpus} GPUs of a node x "
+        f"{(found.host_bytes + found.copies_bytes) / 1e9:.1f} GB = "
+        f"{found.node_host_bytes / 1e9:,.1f} GB may lie in its memory, expected at most "
+        f"{usable / 1e9:,.1f} GB ({found.host_memory_bytes / 1e9:,.1f} less {RESERVE:.0%} "
+        f"reserve): {remedy}"
     )

@@ -41,6 +41,8 @@ class Finding:
     stages: list[StageMemory] = field(default_factory=list)
     host_bytes: float = 0.0
     """Activations of one GPU that wait in host memory, at most."""
+    copies_bytes: float = 0.0
+    """Host memory of the copies of optimizer shards that a GPU's process keeps."""
     streamed_tokens: int = 0
     """Of the longest sequence on a rank, where it streams and what it keeps waits on the host."""
     longest_stream_tokens: int | None = None
@@ -71,7 +73,7 @@ class Finding:
     @property
     def node_host_bytes(self) -> float:
         """What the GPUs of one node have in its memory, at most."""
-        return self.host_bytes * self.node_gpus
+        return (self.host_bytes + self.copies_bytes) * self.node_gpus
 
     @property
     def node_gpus(self) -> int:

@@ -161,6 +161,12 @@ def _step_lines(finding: Finding) -> list[str]:
             f"  host memory         {finding.host_bytes / 1e9:.1f} GB a GPU at most, up to "
             f"{most:,} tokens on a rank"
         )
+    if finding.copies_bytes:
+        lines.append(
+            f"  copies              {finding.copies_bytes / 1e9:.1f} GB of host memory a GPU: two "
+            "versions of its optimizer shard, two of a neighbour's"
+        )
+    if finding.host_bytes or finding.copies_bytes:
         node = f"{finding.node_host_bytes / 1e9:,.1f} GB a node of {finding.gpus_per_node} GPUs"
         known = finding.host_memory_bytes
         of = "not checked: give --host-memory" if known is None else f"of {known / 1e9:,.1f}"

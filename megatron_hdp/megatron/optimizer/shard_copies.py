@@ -140,6 +140,19 @@ class ShardCopies:
         """Host memory that this rank's own versions, and as many of a neighbour's, take."""
         return int(copies_bytes(self._own.layout.num_bytes))
 
+    def words(self) -> str:
+        """What is copied where, and what its loss would mean, for the log."""
+        alone = len(self.exposed)
+        hosts = "another host" if not alone else "another rank"
+        lost = "two neighbours at once"
+        if alone:
+            lost += f", or the host of {alone:,} of {len(self._own.members):,} ranks,"
+        return (
+            f"copies of the optimizer's shards: {self.num_bytes / 1e9:.3g} GB of host memory a "
+            f"rank, two versions here and two of a neighbour's on {hosts}; the loss of {lost} "
+            "ends the job"
+        )
+
     def take(self, version: int) -> None:
         """Notes that the optimizer's state is that of `version`; to be called behind its step."""
         self._pending = version

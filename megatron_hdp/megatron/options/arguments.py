@@ -42,6 +42,12 @@ class TrainingArguments(
     """All options of the training command, checked, defaults that depend on others filled in."""
 
     @property
+    def copies_shards(self) -> bool:
+        """Whether each rank's shard of the optimizer has a copy at another rank."""
+        is_spread = self.hdp_survive and self.use_distributed_optimizer
+        return is_spread and self.hdp_optimizer_copies == "on"
+
+    @property
     def sequence_parts(self) -> int:
         """The most parts of a micro-batch; 1 where none may run in parts."""
         if self.hdp_sequence_parts is not None:
