@@ -273,13 +273,14 @@ class _Run:
         return job
 
     def _keep(self, before: BeforeCommit, done: StepDone | None) -> None:
-        """Notes the state behind the latest step; with shards on other ranks, of two more."""
+        """Notes the state behind the latest step; with shards, back to one that all hold whole."""
         assert self._progress is not None
         self._before, self._counts, self._latest = before, before.counts(), done
         version = self._progress.iteration
         scheduler_steps = self._model.scheduler.num_steps
         self._kept[version] = _Kept(self._progress, done, scheduler_steps, before)
-        for old in [one for one in self._kept if one < version - 2]:
+        least = min(version, self._copied) if self._shards.is_spread else version
+        for old in [one for one in self._kept if one < least]:
             del self._kept[old]
 
     def _terms(self, training: HdpSteps) -> Terms:

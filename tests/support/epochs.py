@@ -117,7 +117,8 @@ class SurvivingJob:
         self.processes[member] = process
 
     def kill(self, member):
-        os.kill(self.processes[member].pid, signal.SIGKILL)
+        """Kills a process, unless it has just ended."""
+        self.processes[member].kill()
 
     def steps(self):
         """Lines of metrics so far."""

@@ -196,6 +196,7 @@ class ShardCopies:
         agreed = min(_gathered(self.complete, self._group))
         if self.begin(agreed):
             self._sender.wait_complete(self._latest)
+        _gathered(self.complete, self._group)  # who leaves now would refuse what others still send
 
     def versions(self) -> list[list[Any]]:
         """What this process holds whole; see `Held.versions`."""

@@ -19,7 +19,7 @@ from megatron_hdp.runtime.epochs.keys import Epoch, Terms
 from megatron_hdp.runtime.epochs.sockets import open_sockets, shut_connections
 
 _LOOK_S = 0.01
-_LISTEN = timedelta(seconds=20)
+_LISTEN = timedelta(days=1)  # the store prints a line each time that it is over
 
 
 class NotNamedError(RuntimeError):
