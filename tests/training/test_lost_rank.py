@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from megatron_hdp.exit_codes import ExitCode
+from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.support.epochs import DiesIn, SurvivingJob
-from tests.support.gradients import write_corpus
+from tests.support.gradients import EXPERTS, write_corpus
 from tests.training.runs import LENGTHS, curve, flags, lines_of, run
 
 EXACT = 1e-12
@@ -171,3 +172,38 @@ def test_a_rank_dies_with_its_shard(run_ranks, tmp_path, how, moment):
     job = SurvivingJob(arguments, 3, tmp_path, {1: MOMENTS[moment]}, replaces=True)
     require_survived(job, job.run())
     require_same_steps(job, reference(run_ranks, tmp_path))
+
+
+TP2 = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
+PP2 = {"pipeline_model_parallel_size": 2, "hdp_tokens_per_rank": 128}
+BIASED = EXPERTS | {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.01,
+}
+LAYOUTS = {  # settings, ranks of one replica
+    "tp2": (TP2 | {"hdp_tokens_per_rank": 128}, 2),
+    "tp2-sharded": (TP2 | SHARDED | {"hdp_tokens_per_rank": 128}, 2),
+    "pp2": (PP2, 2),
+    "pp2-sharded": (PP2 | SHARDED, 2),
+    "pp2-v2": (PP2 | {"num_layers": 4, "num_virtual_stages_per_pipeline_rank": 2}, 2),
+    "recompute": (RECOMPUTE, 1),
+    "offload": ({"hdp_offload": "auto", "num_layers": 4}, 1),
+    "expert-bias": (BIASED, 1),
+    "mtp": ({"mtp_num_layers": 1}, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_dies_in_a_layout(run_ranks, tmp_path, layout):
+    changes, replica = LAYOUTS[layout]
+    last = 3 if replica == 2 else 2
+    faults = {last: DiesIn("apply_step", 3)}
+    job = SurvivingJob(surviving(tmp_path, **changes), last + 1, tmp_path, faults, replaces=True)
+    require_survived(job, job.run())
+    expected = reference(run_ranks, tmp_path, num_ranks=replica, **(changes | WHOLE))
+    require_same_steps(job, expected)
+
+
+WHOLE = {"hdp_tokens_per_rank": 128}

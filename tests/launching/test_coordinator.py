@@ -1,0 +1,138 @@
+"""Who is in which epoch: whole HDP ranks, each decision once, enough of them or a pause."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from megatron_hdp.launching.coordinator import Coordinator, by_rank, replicas_of
+from megatron_hdp.launching.node_ranks import Ended
+from megatron_hdp.runtime.epochs import Epoch, Terms, keys
+
+KILLED = -9
+
+
+class Job:
+    """A coordinator, a store, and a clock that stands."""
+
+    def __init__(self, num_ranks, **terms):
+        self.store, self.said, self.now = dist.HashStore(), [], 0.0
+        self.coordinator = Coordinator(
+            self.store, range(num_ranks), self.said.append, lambda: self.now
+        )
+        known = {"least": 1, "replica": 1, "stages": 1, "pause_s": 10.0} | terms
+        self.store.set(keys.TERMS, Terms(**known).to_json())
+        assert self.coordinator.begin()
+
+    def dies(self, member, code=KILLED):
+        mates = self.coordinator.note(Ended(member, code))
+        self.coordinator.look()
+        return mates
+
+    def epoch(self, number):
+        return Epoch.from_json(self.store.get(keys.members(number)))
+
+    def news(self, epoch):
+        found = []
+        while self.store.check([keys.news(epoch, len(found))]):
+            found.append(self.store.get(keys.news(epoch, len(found))))
+        return found
+
+    def get_ready(self, *members):
+        for one in members:
+            self.store.set(keys.ready(one), b"1")
+
+    def all_leave(self, epoch):
+        for one in self.epoch(epoch).members:
+            self.store.set(keys.vote(epoch, one), json.dumps({}))
+
+
+@pytest.mark.parametrize(("replica", "stages"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 3)])
+def test_replicas_are_numbered_as_megatron_does(replica, stages):
+    members = tuple(range(100, 100 + 3 * replica))
+    replicas = replicas_of(members, replica, stages)
+    assert by_rank(replicas, stages) == members
+    if (replica, stages) == (2, 2):
+        assert replicas == [(100, 103), (101, 104), (102, 105)]
+
+
+def test_a_death_ends_the_epoch_and_survivors_close_the_gap():
+    job = Job(4)
+    job.dies(1)
+    assert job.news(0) == [keys.OVER] and job.store.check([keys.over(0)])
+    assert job.epoch(1).members == (0, 2, 3) and "SIGKILL" in job.epoch(1).why
+    job.dies(0)  # while they recover
+    assert job.news(1) == [keys.OVER]
+    assert job.epoch(2).members == (2, 3)
+
+
+def test_a_replica_leaves_as_a_whole():
+    job = Job(6, replica=2, stages=2)
+    job.dies(4)  # the second stage of HDP rank 1
+    assert job.epoch(1).members == (0, 2, 3, 5)
+    job.dies(1, code=3)  # its mate, which nobody has named
+    assert not job.store.check([keys.members(2)])
+
+
+def test_joiners_come_in_when_all_have_left_and_last():
+    job = Job(3)
+    job.dies(0)
+    job.coordinator.joins((3,))
+    job.coordinator.look()
+    assert job.news(1) == []
+    job.get_ready(3)
+    job.coordinator.look()
+    job.coordinator.look()
+    assert job.news(1) == [keys.JOIN] and not job.store.check([keys.members(2)])
+    job.all_leave(1)
+    job.coordinator.look()
+    assert job.epoch(2).members == (1, 2, 3)
+    assert job.store.get(keys.admitted(3)) == b"2"
+
+
+def test_a_death_before_a_join_goes_first():
+    job = Job(3)
+    job.coordinator.joins((3,))
+    job.get_ready(3)
+    job.coordinator.look()
+    job.dies(2)
+    assert job.news(0) == [keys.JOIN, keys.OVER]
+    assert job.epoch(1).members == (0, 1)
+    job.coordinator.look()
+    assert job.news(1) == [keys.JOIN]
+
+
+def test_too_few_wait_for_joiners_up_to_a_time():
+    job = Job(2, least=2)
+    job.dies(1)
+    assert job.news(0) == [keys.OVER] and not job.store.check([keys.members(1)])
+    job.now = 9.0
+    job.coordinator.look()
+    assert not job.store.check([keys.members(1)])
+    job.now = 11.0
+    job.coordinator.look()
+    assert job.epoch(1).is_last and job.epoch(1).members == (0,)
+
+
+def test_too_few_continue_with_who_is_ready():
+    job = Job(2, least=2)
+    job.coordinator.joins((2,))
+    job.dies(0)
+    job.get_ready(2)
+    job.coordinator.look()
+    assert job.epoch(1).members == (1, 2) and not job.epoch(1).is_last
+
+
+def test_joiners_that_die_take_their_mates():
+    job = Job(4, replica=2)
+    job.coordinator.joins((4, 5))
+    assert job.dies(5) == [4]
+    assert job.coordinator.num_coming == 2
+
+
+def test_ranks_that_have_ended_well_are_done():
+    job = Job(2)
+    job.dies(0, code=0)
+    assert not job.coordinator.is_done()
+    job.dies(1, code=0)
+    assert job.coordinator.is_done() and not job.store.check([keys.members(1)])

@@ -1,0 +1,80 @@
+"""A process in its job: it hears who is in, and its waits end with the epoch."""
+
+import json
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron_hdp.runtime.epochs import Epoch, Membership, NotNamedError, keys
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
+
+
+def member_of(store, number, breaks=lambda: None):
+    return Membership(("127.0.0.1", store.port), number, 30.0, breaks)
+
+
+def name(store, number, members, why=""):
+    epoch = Epoch(number, members, why)
+    store.set(keys.members(number), epoch.to_json())
+    return epoch
+
+
+def test_waits_are_broken_until_the_epoch_is_left(store):
+    broken, calm = [], []
+    member = member_of(store, 0, lambda: broken.append(time.monotonic()))
+    epoch = name(store, 0, (0, 1))
+    assert member.first() == epoch
+    member.enter(epoch, lambda: calm.append(1))
+    store.set(keys.news(0, 0), keys.JOIN)
+    deadline = time.monotonic() + 20
+    while not member.leaves_next:
+        assert time.monotonic() < deadline
+    assert not member.is_over.is_set()
+    store.set(keys.news(0, 1), keys.OVER)
+    assert member.is_over.wait(20)
+    while len(broken) < 3:  # what the main thread begins to connect meanwhile, too
+        assert time.monotonic() < deadline
+    assert calm == [1]
+    member.leave({"step": 4})
+    assert json.loads(store.get(keys.vote(0, 0))) == {"step": 4}
+    count = len(broken)
+    time.sleep(0.05)
+    assert len(broken) == count
+    member.close()
+
+
+def test_who_is_not_named_may_only_leave(store):
+    member = member_of(store, 2)
+    epoch = name(store, 0, (0, 1, 2))
+    member.enter(epoch, lambda: None)
+    member.leave({})
+    name(store, 1, (0, 1), "member 2 was silent")
+    with pytest.raises(NotNamedError, match="member 2 was silent"):
+        member.settled(epoch)
+    member.close()
+
+
+def test_a_vote_of_one_that_died_behind_it_counts(store):
+    member = member_of(store, 0)
+    epoch = name(store, 0, (0, 1, 2))
+    member.enter(epoch, lambda: None)
+    member.leave({"step": 3})
+    store.set(keys.vote(0, 1), json.dumps({"step": 4}))
+    name(store, 1, (0, 2))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(member.settled(epoch)))
+    thread.start()
+    store.set(keys.over(1), b"1")  # 2 died, too, and never voted
+    last = name(store, 2, (0,))
+    thread.join(20)
+    assert found == [(last, {0: {"step": 3}, 1: {"step": 4}})]
+    member.close()
