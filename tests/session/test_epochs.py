@@ -38,9 +38,9 @@ def memory_mb():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def steps_in(epochs, changes, rounds=1, steps=2):
+def steps_in(folder, epochs, changes, rounds=1, steps=2):
     """Body of a rank: losses, weights, and what each epoch held of files and memory."""
-    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    me = dist.get_rank()
     session = HdpSession.from_flags(session_flags(**changes), vocab_size=257)
     optimizer = session.build_optimizer()
     losses, held, step = [], [], 0
@@ -62,7 +62,8 @@ def steps_in(epochs, changes, rounds=1, steps=2):
                 session.leave()
                 assert old() is None
             if me in members:
-                one = dist.PrefixStore(f"epoch {number}", store)
+                # of its own: a store keeps all that it has ever held
+                one = dist.FileStore(str(folder / f"epoch-{number}"), len(members))
                 session.enter(one, members.index(me), len(members), state_of=state_of(members))
                 assert session.place.num_hdp_ranks == len(members) // num_places
             before = members
@@ -106,9 +107,9 @@ def require_equal(found, expected):
         for one in STRATEGIES
     ],
 )
-def test_ranks_leave_and_enter(run_ranks, strategy):
+def test_ranks_leave_and_enter(run_ranks, tmp_path, strategy):
     changes = {"hdp_strategy": strategy}
-    found = run_ranks(4, steps_in, GROWS, changes)
+    found = run_ranks(4, steps_in, tmp_path, GROWS, changes)
     (expected,) = run_ranks(1, undisturbed, changes | {"hdp_tokens_per_rank": 512}, 8)
     require_equal(found, expected)
 
@@ -134,10 +135,10 @@ WHOLE = {"hdp_tokens_per_rank": 512}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_leave_and_enter_in_layouts(run_ranks, layout):
+def test_ranks_leave_and_enter_in_layouts(run_ranks, tmp_path, layout):
     epochs, changes = LAYOUTS[layout]
     changes = {"num_layers": 2, "hdp_tokens_per_rank": 128} | changes
-    found = run_ranks(4, steps_in, epochs, changes)
+    found = run_ranks(4, steps_in, tmp_path, epochs, changes)
     reference = {name: value for name, value in changes.items() if name in ("num_layers", "bf16")}
     reference |= {"fp64": changes.get("fp64", True)} | WHOLE
     (expected,) = run_ranks(1, undisturbed, reference, 6)
@@ -149,8 +150,8 @@ def test_ranks_leave_and_enter_in_layouts(run_ranks, layout):
 
 
 @pytest.mark.slow
-def test_twenty_epochs_hold_no_more_than_a_few(run_ranks):
-    found = run_ranks(4, steps_in, GROWS, {}, 8)
+def test_twenty_epochs_hold_no_more_than_a_few(run_ranks, tmp_path):
+    found = run_ranks(4, steps_in, tmp_path, GROWS, {}, 8)
     (expected,) = run_ranks(1, undisturbed, WHOLE, 64)
     require_equal(found, expected)
     for _, _, held in found[:2] + found[3:]:

@@ -207,3 +207,36 @@ def test_a_rank_dies_in_a_layout(run_ranks, tmp_path, layout):
 
 
 WHOLE = {"hdp_tokens_per_rank": 128}
+
+
+IN_STEP = DiesIn("gradients_of_step", 3)
+SEVERAL = {
+    "two at once": {1: IN_STEP, 2: IN_STEP},
+    "another one during recovery": {1: IN_STEP, 2: DiesIn("hdp_steps", 2)},
+    "the first rank during recovery": {1: IN_STEP, 0: DiesIn("hdp_steps", 2)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SEVERAL)
+def test_several_die(run_ranks, tmp_path, how):
+    job = SurvivingJob(surviving(tmp_path), 4, tmp_path, SEVERAL[how])
+    require_survived(job, job.run())
+    assert len(job.coordinator.epoch.members) == 2
+    require_same_steps(job, reference(run_ranks, tmp_path))
+
+
+LOST = {
+    "without copies": ({"hdp_optimizer_copies": "off"}, {1: IN_STEP}),
+    "with its neighbour": ({}, {1: IN_STEP, 2: IN_STEP}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LOST)
+def test_a_shard_that_is_lost_ends_the_job(run_ranks, tmp_path, how):
+    changes, faults = LOST[how]
+    job = SurvivingJob(surviving(tmp_path, **SHARDED, **changes), 4, tmp_path, faults)
+    assert set(job.run()) == {ExitCode.BLAMES_ANOTHER}
+    words = job.printed()["member-0"]
+    assert "a part of the optimizer is lost" in words and "latest checkpoint" in words
