@@ -64,7 +64,7 @@ class SurvivingJob:
 
     def _watch(self, disturb, deadline):
         coordinator = self.coordinator
-        while self.processes:
+        while self.processes and not coordinator.is_done():  # who would join then, need not
             assert time.monotonic() < deadline, (self.said, self.printed())
             survives = coordinator.begin()
             for member, process in list(self.processes.items()):
