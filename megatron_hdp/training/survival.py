@@ -475,6 +475,11 @@ def _require_known(arguments: TrainingArguments) -> None:
     Raises:
         ValueError: there is something.
     """
+    if parallel.compute_device().type != "cpu":
+        raise ValueError(
+            "--hdp-survive: found a GPU, expected CPUs: what waits inside of NCCL cannot be ended "
+            "yet: leave it out, and start the job again from its checkpoint when a rank is lost"
+        )
     found = {
         "--async-save": arguments.async_save,
         "--hdp-loaders ray": loaders_spec(arguments).backend == "ray",

@@ -4,14 +4,18 @@ import random
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import psutil
 import pytest
+import torch
 
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.megatron import parallel
+from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.support.epochs import DiesIn, SurvivingJob
-from tests.support.gradients import EXPERTS, write_corpus
+from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
 from tests.training.runs import LENGTHS, curve, flags, lines_of, run
 
 EXACT = 1e-12
@@ -36,6 +40,23 @@ def require_same_steps(job, expected):
         for name in ("loss", "grad_norm", "validation_loss"):
             if other[name] is not None:
                 assert abs(one[name] / other[name] - 1) < EXACT, (one["step"], name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "words"),
+    [
+        ({"async_save": True}, "cpu", "--async-save"),
+        ({"hdp_loaders": "ray"}, "cpu", "--hdp-loaders ray"),
+        ({}, "cuda", "found a GPU"),
+    ],
+)
+def test_what_does_not_survive_is_refused(changes, device, words):
+    arguments = tiny_arguments(None, hdp_survive=True, **changes)
+    with (
+        mock.patch.object(parallel, "compute_device", lambda: torch.device(device)),
+        pytest.raises(ValueError, match=words),
+    ):
+        survival.pretrain(arguments, mock.sentinel.membership)
 
 
 def require_survived(job, codes):
