@@ -26,6 +26,7 @@ def give_state(
     if group.size() == 1:
         return
     sender = dist.get_process_group_ranks(group)[source]
+    _take_over_types(chunks, sender, group)
     tensors = list(_of_model(chunks))
     settings: list[Any] = []
     if optimizer is not None:
@@ -52,6 +53,19 @@ def _begin_state(adam: torch.optim.Optimizer) -> None:
         torch_adam.create_state(adam)
         for state in adam.state.values():
             state["step"].zero_()
+
+
+def _take_over_types(
+    chunks: Sequence[DistributedDataParallel], sender: int, group: dist.ProcessGroup
+) -> None:
+    """Gives buffers the sender's types: that of an expert bias changes in Megatron's forward."""
+    shared = [[{name: one.dtype for name, one in each.module.named_buffers()} for each in chunks]]
+    dist.broadcast_object_list(shared, sender, group)
+    for chunk, types in zip(chunks, shared[0], strict=True):
+        for name, buffer in list(chunk.module.named_buffers()):
+            if buffer.dtype != types[name]:
+                owner, _, attribute = name.rpartition(".")
+                setattr(chunk.module.get_submodule(owner), attribute, buffer.to(types[name]))
 
 
 def _of_model(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
