@@ -114,6 +114,9 @@ class Agent:
                 return worst or ExitCode.FAILED
             if survives:
                 coordinator.look()
+                for member in coordinator.late():
+                    _say(f"member {member} did not leave its epoch: it is given up")
+                    self._ranks.kill(member)
                 self._replace()
             time.sleep(_LOOK_S)
 

@@ -17,6 +17,9 @@ import torch.distributed as dist
 from megatron_hdp.launching.node_ranks import Ended
 from megatron_hdp.runtime.epochs import Epoch, Terms, keys
 
+LEAVE_S = 60.0
+"""How long a member may take to leave an epoch that is over, before it is given up."""
+
 Replica: TypeAlias = tuple[int, ...]
 """Members of an HDP rank, stage by stage."""
 
@@ -49,6 +52,8 @@ class Coordinator:
     _why: str = field(init=False, default="")
     _num_news: int = field(init=False, default=0)
     _is_over: bool = field(init=False, default=False)
+    _left: Epoch | None = field(init=False, default=None)
+    _named_at: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         """Names the first epoch."""
@@ -105,6 +110,15 @@ class Coordinator:
     def is_done(self) -> bool:
         """Whether every member has ended well."""
         return self._done >= set(self._epoch.members)
+
+    def late(self) -> list[int]:
+        """Members that should have left the epoch before by now, and hold the others up."""
+        if self._left is None or self.clock() - self._named_at < LEAVE_S:
+            return []
+        number, both = self._left.number, set(self._left.members) & set(self._epoch.members)
+        found = [one for one in sorted(both) if not self.store.check([keys.vote(number, one)])]
+        self._left = None
+        return found
 
     def look(self) -> None:
         """Names a new epoch if it is time for one."""
@@ -172,6 +186,7 @@ class Coordinator:
         for member in (member for one in joining for member in one):
             self.store.set(keys.admitted(member), str(found.number))
         self._epoch, self._replicas = found, list(replicas)
+        self._left, self._named_at = before, self.clock()
         self._asked = self._is_over = False
         self._paused_at, self._why, self._num_news = None, "", 0
         self.say(f"epoch {found.number}: {len(replicas)} HDP ranks ({why})")

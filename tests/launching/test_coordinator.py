@@ -5,7 +5,7 @@ import json
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.launching.coordinator import Coordinator, by_rank, replicas_of
+from megatron_hdp.launching.coordinator import LEAVE_S, Coordinator, by_rank, replicas_of
 from megatron_hdp.launching.node_ranks import Ended
 from megatron_hdp.runtime.epochs import Epoch, Terms, keys
 
@@ -100,6 +100,16 @@ def test_a_death_before_a_join_goes_first():
     assert job.epoch(1).members == (0, 1)
     job.coordinator.look()
     assert job.news(1) == [keys.JOIN]
+
+
+def test_who_does_not_leave_is_given_up():
+    job = Job(3)
+    job.dies(0)
+    job.store.set(keys.vote(0, 1), json.dumps({}))
+    assert job.coordinator.late() == []
+    job.now = LEAVE_S + 1
+    assert job.coordinator.late() == [2]
+    assert job.coordinator.late() == []
 
 
 def test_too_few_wait_for_joiners_up_to_a_time():

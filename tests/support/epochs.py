@@ -82,6 +82,8 @@ class SurvivingJob:
                     self.processes[mate].kill()
             if survives:
                 coordinator.look()
+                for member in coordinator.late():
+                    self.kill(member)
                 self._replace()
                 disturb(self)
             time.sleep(0.005)
