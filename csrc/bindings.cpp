@@ -101,6 +101,11 @@ py::dict to_dict(hdp::Answer& answer) {
   if (!plan.stream_parts.empty()) {
     result["stream_parts"] = widened<int64_t>(plan.stream_parts, num_micro_batches, int32_t{0});
   }
+  result["recomputed"] = py::none();
+  if (!plan.recomputed.empty()) {
+    std::vector<int32_t> numbers(plan.recomputed.begin(), plan.recomputed.end());
+    result["recomputed"] = widened<int64_t>(numbers, num_micro_batches, int32_t{0});
+  }
   result["positions"] = py::none();
   if (!plan.positions.empty()) result["positions"] = widened(plan.positions);
   result["num_parts"] = py::none();
@@ -172,6 +177,7 @@ hdp::CostModel to_cost_model(const py::dict& given) {
   fields.take("window_share", cost.window_share);
   fields.take("halo_s", cost.halo_s);
   fields.take("query_ratio", cost.query_ratio);
+  fields.take("input_share", cost.input_share);
   const py::object lengths = fields.take("attention_lengths");
   cost.attention = to_table(lengths, fields.take("attention_seconds"));
   fields.end();
@@ -191,6 +197,7 @@ hdp::Problem to_problem(const py::kwargs& given) {
   problem.row_weights = to_numbers("row_weights", fields.take("row_weights"));
   fields.take("offload", problem.offload);
   fields.take("streams", problem.streams);
+  fields.take("recompute", problem.recompute);
   fields.take("effort", problem.effort);
   fields.take("sequence_parts", problem.sequence_parts);
   fields.take("linear_tokens", problem.linear_tokens);
@@ -225,6 +232,7 @@ double makespan_s(const hdp::Problem& problem, const py::kwargs& given) {
   take("local_sequences", plan.locals.sequences);
   take("local_ranks", plan.locals.ranks);
   take("num_parts", plan.num_parts);
+  take("recomputed", plan.recomputed);
   fields.end();
   return hdp::simulate(problem, plan).makespan_s;
 }

@@ -156,6 +156,13 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
         help="let sequences stream that no ring holds, or of which a ring is slower: in parts that "
         "keep only keys and values and are computed again in backward",
     )
+    add(
+        "--recompute",
+        choices=("auto", "off"),
+        default="off",
+        help="auto recomputes sequences in backward, layer by layer, that no ring holds otherwise "
+        "or that are faster so on fewer ranks (default: off)",
+    )
     number(
         add,
         *("--effort", "K", 1, 10**6),
@@ -210,6 +217,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sequence_parts="auto" if arguments.sequence_parts is None else arguments.sequence_parts,
         offload=arguments.offload,
         streams=arguments.streams,
+        recompute=arguments.recompute,
         effort=arguments.effort,
     )
     for note in filter(None, (*batch.notes, cost_model.warning)):

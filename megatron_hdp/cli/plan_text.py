@@ -57,6 +57,7 @@ def summary(outcome: Outcome, costs_of: str, exchanged_bytes: float = 0.0) -> st
         *([("all-to-all", num_bytes(exchanged_bytes))] if exchanged_bytes else []),
         ("fullest rank", f"{int(made.summary['max_tokens_on_a_rank']):,} tokens in a micro-batch"),
         *([("offloading", _offloading(made))] if made.offload_ratios.any() else []),
+        *([("recomputing", _recomputing(made))] if made.recomputed is not None else []),
         ("planning", f"{made.summary['planning_ms']:.2f} ms"),
     ]
     lines = [f"  {name:<15} {value}" for name, value in rows]
@@ -123,6 +124,10 @@ def _parts(made: Plan) -> str:
 def _offloading(made: Plan) -> str:
     ratios = made.offload_ratios
     return f"{int((ratios > 0).sum()):,} micro-batches, ratio up to {ratios.max():.2f}"
+
+
+def _recomputing(made: Plan) -> str:
+    return f"{int(made.is_recomputed.sum()):,} micro-batches, in backward once more"
 
 
 def _row(made: Plan, evaluation: Figures) -> tuple[str, ...]:

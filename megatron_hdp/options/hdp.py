@@ -15,6 +15,7 @@ PLANNER_FLAGS = {
     "tokens_per_rank": "--hdp-tokens-per-rank",
     "max_length": "--seq-length",
     'offload="auto"': "--hdp-offload auto",
+    'recompute="auto"': "--hdp-recompute auto",
     "streams=True with the strategy auto": "--hdp-long-sequence stream",
 }
 """Training's flags by the arguments that the planner's messages name."""
@@ -71,6 +72,13 @@ class HdpOptions:
         "with error; and a sequence up to it that all ranks together cannot hold runs as a stream, "
         "in parts that keep only keys and values (in host memory with --hdp-offload auto, if need "
         "be) and are computed again in backward. So does one of which a ring is slower.",
+    )
+    hdp_recompute: str = option(
+        "off",
+        choices=("off", "auto"),
+        help="Recompute single micro-batches in backward, layer by layer. auto: a long sequence "
+        "that no ring holds otherwise, or that is faster so, on fewer ranks, although it computes "
+        "its forward twice. The others run as --recompute-granularity says.",
     )
     hdp_data: Path | None = option(
         None,

@@ -13,6 +13,7 @@ class _Answer(TypedDict):
     local_sequences: NDArray[np.int64]
     local_ranks: NDArray[np.int32]
     offload_ratios: NDArray[np.float64]
+    recomputed: NDArray[np.int64] | None
     makespan_s: float
     lower_bound_s: float
     perfect_s: float
@@ -38,6 +39,7 @@ class Problem:
         row_weights: NDArray[np.float64],
         offload: bool,
         streams: bool,
+        recompute: bool,
         effort: int,
         sequence_parts: int,
         linear_tokens: float,

@@ -102,7 +102,7 @@ def exposed_s(
     transfer: Float64Array,
     hop: Float64Array,
     attention: Float64Array,
-    num_forwards: int = 1,
+    num_forwards: int | Int64Array = 1,
 ) -> Float64Array:
     """Seconds of ring traffic that attention does not hide, both passes; arrays of one shape.
 
@@ -116,9 +116,8 @@ def exposed_s(
     hops = degrees - 1
     third, hiding = transfer / 3, hops / degrees * attention / 3
     forward = np.maximum(0.0, hops * hop + third - hiding)
-    seconds: Float64Array = num_forwards * forward + np.maximum(
-        0.0, hops * hop + 2 * third - 2 * hiding
-    )
+    backward = np.maximum(0.0, hops * hop + 2 * third - 2 * hiding)
+    seconds: Float64Array = np.asarray(num_forwards * forward + backward, dtype=np.float64)
     return seconds
 
 

@@ -38,9 +38,12 @@ With s the tokens of a sequence and D the ranks that share it:
   and what they find; a part's own attention hides them
 - with P pipeline stages a micro-batch takes 1/P of its time on each stage, one third of it forward,
   two thirds backward
+- a micro-batch that is recomputed computes its forward twice: a third more of all but traffic, its
+  ring has two forward passes, and with stages a quarter of its time is forward
 - a token's activations take ``activation_bytes_per_token`` on a rank; with offload ratio r and L
   layers, ``(2 + (1 - r) (L - 2)) / L`` of them stay resident (paper, equation 3) and the rest must
-  reach the host, at ``host_bytes_per_s``, within the micro-batch's forward time
+  reach the host, at ``host_bytes_per_s``, within the micro-batch's forward time; recomputed, it
+  holds ``input_share + 1 / L`` of them at most: the inputs of all layers, and a layer
 """
 
 import dataclasses
@@ -57,6 +60,7 @@ import orjson
 from numpy.typing import ArrayLike
 
 from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.planner.cost_function import LONGEST, checked_costs, sampled_lengths
 from megatron_hdp.planner.json_fields import read_fields
 
 # Bytes that one layer keeps of one token and hidden channel in BF16, without recomputation and
@@ -81,15 +85,9 @@ _MAY_BE_ZERO = (
     "window_share",
     "halo_bytes",
     "query_ratio",
+    "input_share",
     "runtime_bytes",
 )
-
-_LONGEST = 2**40
-"""The planner takes no longer sequence."""
-_EVERY_LENGTH = 64
-"""A function of the length is sampled at every length up to this one."""
-_SAMPLING_RATIO = 1.02
-"""And from there on at lengths so far apart: a line between them misses s^2 by 1e-4 of it."""
 
 
 class AttentionTable(NamedTuple):
@@ -157,6 +155,9 @@ class CostModel:
     query_ratio: float = 0.0
     """What goes around for a token if queries travel in place of keys, per what goes around for its
     keys and values (`query_ratio_of`); 0: not known, so that keys travel."""
+    input_share: float = 0.0
+    """Of a layer's activations the part that its input is, all that stays of it between forward and
+    backward where micro-batches are recomputed; 0: not known, so that none is."""
     runtime_bytes: float = 0.0
     """Bytes of a GPU that PyTorch does not count, as measured: CUDA, libraries, NCCL; 0: not
     known. ``check`` counts with them, plans do not."""
@@ -202,10 +203,10 @@ class CostModel:
 
     def _check_window(self) -> None:
         window = self.window_tokens
-        if type(window) is not int or not 0 <= window <= _LONGEST:
+        if type(window) is not int or not 0 <= window <= LONGEST:
             raise ValueError(
                 f"cost model: window_tokens is {window!r}; expected an integer from 0 to "
-                f"{_LONGEST:,}"
+                f"{LONGEST:,}"
             )
         if self.window_share > 1:
             raise ValueError(
@@ -230,6 +231,11 @@ class CostModel:
     def halo_s(self) -> float:
         """Seconds of a ring for what it sends in layers with a window."""
         return self.halo_bytes / self.inter_node_bytes_per_s
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of a micro-batch's activations what a recomputed one holds at its fullest."""
+        return min(1.0, self.input_share + 1 / self.num_layers) if self.input_share else 1.0
 
     @property
     def linear_s_per_token(self) -> float:
@@ -282,8 +288,8 @@ class CostModel:
                 numbers, or for some length one that is not finite, negative, or less than for a
                 shorter one.
         """
-        lengths = _sampled_lengths(max_length)
-        seconds = _checked_costs(cost(lengths.copy()), lengths)
+        lengths = sampled_lengths(max_length)
+        seconds = checked_costs(cost(lengths.copy()), lengths)
         b = float((np.diff(seconds, prepend=0.0) / np.diff(lengths, prepend=0)).min())
         # falls are rounding of the subtraction
         attention = np.maximum.accumulate(np.maximum(seconds - b * lengths, 0.0))
@@ -327,6 +333,7 @@ class CostModel:
             "b_experts": 6 * expert_parameters / flops_per_s,
             "kv_bytes_per_token": kv_bytes_per_token,
             "activation_bytes_per_token": _ACTIVATION_BYTES * num_layers * hidden_size,
+            "input_share": _VALUE_BYTES / _ACTIVATION_BYTES,
             "num_layers": num_layers,
             "query_ratio": query_ratio_of(
                 kv_bytes_per_token / _VALUE_BYTES,
@@ -431,10 +438,10 @@ def _points(values: Any) -> tuple[tuple[int, float], ...]:
                 "[length, seconds]"
             )
         length = pair[0]
-        if type(length) is not int or not 1 <= length <= _LONGEST:
+        if type(length) is not int or not 1 <= length <= LONGEST:
             raise ValueError(
                 f"cost model: the length of entry {number} of attention_points is {length!r}; "
-                f"expected an integer from 1 to {_LONGEST:,}"
+                f"expected an integer from 1 to {LONGEST:,}"
             )
         seconds = _number(f"attention of {length:,} tokens", pair[1], zero_allowed=True)
         if length <= before:
@@ -451,45 +458,6 @@ def _points(values: Any) -> tuple[tuple[int, float], ...]:
         found.append((length, seconds))
         before, least = length, seconds
     return tuple(found)
-
-
-def _sampled_lengths(max_length: int) -> Int64Array:
-    if type(max_length) is not int or not 1 <= max_length <= _LONGEST:
-        raise ValueError(
-            f"max_length is {max_length!r}; expected an integer from 1 to {_LONGEST:,}"
-        )
-    lengths = list(range(1, min(max_length, _EVERY_LENGTH) + 1))
-    while lengths[-1] < max_length:
-        lengths.append(min(max_length, int(lengths[-1] * _SAMPLING_RATIO) + 1))
-    return np.array(lengths, dtype=np.int64)
-
-
-def _checked_costs(values: ArrayLike, lengths: Int64Array) -> Float64Array:
-    try:
-        found = np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the cost function returned a {type(values).__name__} of which numpy makes no array; "
-            f"expected numbers of shape {lengths.shape}: the seconds of each of the lengths that "
-            "it is given"
-        ) from error
-    if found.shape != lengths.shape or found.dtype.kind not in "fiu":
-        raise ValueError(
-            f"the cost function returned {found.dtype} of shape {found.shape}; expected numbers of "
-            f"shape {lengths.shape}: the seconds of each of the lengths that it is given"
-        )
-    seconds = found.astype(np.float64)
-    for length, now, before in zip(lengths, seconds, [0.0, *seconds[:-1]], strict=True):
-        if not 0 <= now < math.inf:
-            wanted = "a finite number >= 0"
-        elif now < before:
-            wanted = f"at least {float(before)!r} s, which a shorter one takes"
-        else:
-            continue
-        raise ValueError(
-            f"the cost function returned {float(now)!r} s for {length:,} tokens; expected {wanted}"
-        )
-    return seconds
 
 
 LLAMA_7B = CostModel.from_model_shape(

@@ -28,6 +28,8 @@ from megatron_hdp.planner.pipeline_evaluation import PipelineSchedule, pipeline_
 from megatron_hdp.planner.types import Plan
 
 _ONE_STAGE = Pipeline()
+_TWICE = 4 / 3
+"""What a second forward pass makes of a ring's traffic, or of compute."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -258,7 +260,11 @@ def _schedule(plan: Plan, duration_s: Float64Array) -> PipelineSchedule:
     forward = np.empty((1, plan.num_micro_batches))
     for run in pieces(plan.rank_offsets):
         forward[0, run] = _starts(plan, run, duration_s[run], clocks)
-    return PipelineSchedule(forward, forward + duration_s / 3, float(clocks.max()))
+    return PipelineSchedule(forward, forward + _forward_s(plan, duration_s), float(clocks.max()))
+
+
+def _forward_s(plan: Plan, duration_s: Float64Array) -> Float64Array:
+    return np.where(plan.runs_twice, duration_s / 4, duration_s / 3)
 
 
 def _launch(plan: Plan, run: slice, duration_s: Float64Array, clocks: Float64Array) -> None:
@@ -297,14 +303,16 @@ def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_
         work = work_of(plan, cost_model, stages, speeds, run)
         of_micro_batches = work.degrees, work.transfer_s, work.hop_s
         degrees, transfer, hop = (np.repeat(each, work.num_members) for each in of_micro_batches)
-        exposed = exposed_s(degrees, transfer, hop, work.attention_s)
+        forwards = np.repeat(np.where(plan.runs_twice[run], 2, 1), work.num_members)
+        exposed = exposed_s(degrees, transfer, hop, work.attention_s, num_forwards=forwards)
         ring_bytes = work.ring_bytes
+        if plan.recomputed is not None:
+            ring_bytes = ring_bytes * np.where(plan.recomputed[run], _TWICE, 1.0)
         if plan.num_parts is not None:
-            ring_bytes = _go_in_parts(plan, cost_model, run, work, exposed)
+            ring_bytes = _go_in_parts(plan, cost_model, run, work, exposed, ring_bytes)
         own_s = work.attention_s + work.linear_s + exposed + work.local_s + work.fixed_s
-        if plan.streams is not None:  # a third of what is computed is forward, which runs twice
-            again_s = (own_s - exposed) / 3
-            own_s += np.where(np.repeat(plan.streams[run], work.num_members), again_s, 0.0)
+        if (forwards > 1).any():  # a third of what is computed is forward
+            own_s += np.where(forwards > 1, (own_s - exposed) / 3, 0.0)
         yield _Times(
             run=run,
             members=work.members,
@@ -317,10 +325,15 @@ def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_
 
 
 def _go_in_parts(
-    plan: Plan, cost_model: CostModel, run: slice, work: MemberWork, exposed: Float64Array
+    plan: Plan,
+    cost_model: CostModel,
+    run: slice,
+    work: MemberWork,
+    exposed: Float64Array,
+    whole_bytes: Float64Array,
 ) -> Float64Array:
     """Puts what the rings of micro-batches in parts expose into ``exposed``; what each sends."""
-    ring_bytes = work.ring_bytes.copy()
+    ring_bytes, twice = whole_bytes.copy(), plan.runs_twice[run]
     is_stream = plan.is_stream[run]
     on_host = is_stream & (plan.offload_ratios[run] > 0)
     in_parts = plan.parts_of_each[run] > 1
@@ -340,9 +353,9 @@ def _go_in_parts(
                 work.transfer_s[m] * sent_share,
                 work.hop_s[m] * times,
                 work.attention_s[members] * seen_share,
-                num_forwards=2 if is_stream[m] else 1,
+                num_forwards=2 if twice[m] else 1,
             )
-        ring_bytes[m] *= sum(sent) * (4 / 3 if is_stream[m] else 1)
+        ring_bytes[m] *= sum(sent) * (_TWICE if is_stream[m] else 1)
         if on_host[m]:
             for size, seen_share in zip(sizes, seen, strict=True):
                 exposed[members] += _copied_s(

@@ -133,6 +133,11 @@ class FlatPlan:
     streams: BoolArray | None = None
     """Which micro-batches are streams: parts of equal tokens that are computed again in backward
     and keep only keys and values, on the host at offload ratio 1; None: none is."""
+    recomputed: BoolArray | None = None
+    """Which micro-batches keep the inputs of layers alone, and are computed again in backward,
+    layer by layer; None: none is."""
+    recomputed_share: float = 1.0
+    """Of its activations what such a micro-batch holds at its fullest."""
     summary: Mapping[str, float] = field(default_factory=dict)
     """Figures for people, by the names of ``serialisation.SUMMARY_KEYS``."""
 
@@ -147,6 +152,9 @@ class FlatPlan:
             object.__setattr__(self, "linear_tokens", 0.0)
         if self.streams is not None and not self.streams.any():
             object.__setattr__(self, "streams", None)
+        if self.recomputed is None or not self.recomputed.any():
+            object.__setattr__(self, "recomputed", None)
+            object.__setattr__(self, "recomputed_share", 1.0)
         object.__setattr__(self, "summary", MappingProxyType(dict(self.summary)))
 
     @property
@@ -167,6 +175,18 @@ class FlatPlan:
         if self.streams is None:
             return np.zeros(self.num_micro_batches, dtype=np.bool_)
         return self.streams
+
+    @property
+    def is_recomputed(self) -> BoolArray:
+        """Of each micro-batch."""
+        if self.recomputed is None:
+            return np.zeros(self.num_micro_batches, dtype=np.bool_)
+        return self.recomputed
+
+    @property
+    def runs_twice(self) -> BoolArray:
+        """Of each micro-batch, whether its forward runs once more in backward."""
+        return self.is_stream | self.is_recomputed
 
     def micro_batch(self, m: int) -> MicroBatch:
         """Micro-batch ``m`` of the launch order."""
@@ -211,6 +231,8 @@ class FlatPlan:
         given = {n: dtype for n, dtype in _OPTIONAL.items() if getattr(self, n) is not None}
         if self.num_parts is not None:
             digest.update(f" {self.linear_tokens!r}".encode())
+        if self.recomputed is not None:
+            digest.update(f" {self.recomputed_share!r}".encode())
         for name, dtype in (_ARRAYS | given).items():
             array = getattr(self, name)
             digest.update(f"\n{name} {array.size} ".encode())
@@ -233,4 +255,5 @@ _OPTIONAL: dict[str, type[np.generic]] = {
     "positions": np.int64,
     "num_parts": np.int64,
     "streams": np.bool_,
+    "recomputed": np.bool_,
 }

@@ -12,6 +12,7 @@ from megatron_hdp.planner.bounds import lockstep_bound_s
 from megatron_hdp.planner.extension import _core
 from megatron_hdp.planner.pipeline_bounds import (
     most_held,
+    most_recomputed,
     pipeline_bound_of,
     pipeline_lower_bound_s,
     with_least_traffic,
@@ -63,6 +64,9 @@ def plan(lengths: ArrayLike, *, strategy: str = AUTO, **arguments: Unpack[Argume
               faster: in parts of equal tokens that keep only keys and values, on the host with
               ``offload="auto"`` where the device has no room, and are computed again in backward;
               one stage, "dp-balance" only
+            - ``recompute``: "auto" lets sequences be recomputed in backward, layer by layer, where
+              no ring holds them otherwise, or where a ring of fewer ranks is faster although it
+              computes a third more; "dp-balance" and "pp-balance" only
             - ``effort``: scales the iterations of local search; the planning time grows with it
 
     Raises:
@@ -102,6 +106,9 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
     )
     if (stream_parts := answer["stream_parts"]) is not None:
         made = replace(made, num_parts=np.maximum(stream_parts, 1), streams=stream_parts > 0)
+    if (recomputed := answer["recomputed"]) is not None:
+        share = problem.cost_model.recomputed_share
+        made = replace(made, recomputed=recomputed > 0, recomputed_share=share)
     makespan_s, lower_bound_s = answer["makespan_s"], answer["lower_bound_s"]
     planning_ms = (time.perf_counter() - started) * 1e3
     cost_model, size = problem.cost_model, problem.expert_parallel_size
@@ -144,6 +151,8 @@ def tight_bound_of(problem: Problem) -> float:
     cost_model, held = problem.cost_model, problem.tokens_per_rank
     if problem.offload == "auto":
         held = most_held(held, cost_model)
+    if problem.recompute == "auto":
+        held = max(held, most_recomputed(problem.tokens_per_rank, cost_model.recomputed_share))
     bound_s = pipeline_lower_bound_s(
         *(problem.lengths, problem.ranks, cost_model, pipeline),
         *(held, problem.expert_parallel_size, parts),

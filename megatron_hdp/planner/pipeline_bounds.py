@@ -59,6 +59,8 @@ def pipeline_bound_of(
     held = plan.tokens_per_rank
     if plan.offload_ratios.any():
         held = most_held(held, cost_model)
+    if plan.recomputed is not None:
+        held = max(held, most_recomputed(plan.tokens_per_rank, plan.recomputed_share))
     if most_parts is None:
         most_parts = int(plan.parts_of_each.max(initial=1))
     return pipeline_lower_bound_s(
@@ -69,6 +71,11 @@ def pipeline_bound_of(
 def most_held(tokens_per_rank: int, cost_model: CostModel) -> int:
     """Tokens that a rank holds at most with offload: at ratio 1 two layers stay resident."""
     return -(-tokens_per_rank * cost_model.num_layers // min(2, cost_model.num_layers))
+
+
+def most_recomputed(tokens_per_rank: int, recomputed_share: float) -> int:
+    """Tokens that a rank holds at most of what is recomputed in backward."""
+    return math.ceil(tokens_per_rank / recomputed_share)
 
 
 def pipeline_lower_bound_s(
@@ -85,6 +92,9 @@ def pipeline_lower_bound_s(
     Row r takes the share w(r) of a micro-batch's time, a third of it forward; V chunks on each of P
     stages are P V rows, stage s being the rows s, s + P and so on, and W(s) the sum of theirs. All
     alike, w = 1 / (P V) and W = 1 / P. With V = 1 the schedule is plain 1F1B.
+
+    Recomputation. Backward takes a forward longer then, and nothing else less: what holds for plans
+    without it holds, if more tokens fit.
 
     Parts. A micro-batch that takes t in c parts, each t / c, is on its way from the first row to
     the last and back for at least L = t (x + (1 - x) / c), x being the greatest w(r): that row
@@ -145,7 +155,8 @@ def pipeline_lower_bound_s(
         num_ranks: HDP ranks N.
         cost_model: With the ranks' speeds.
         pipeline_stages: Stages P of each rank, or the whole pipeline that it is.
-        tokens_per_rank: C; where activations are offloaded, the most that a rank may hold then.
+        tokens_per_rank: C; where activations are offloaded or recomputed, the most that a rank may
+            hold then.
         expert_parallel_size: HDP ranks E that share experts.
         most_parts: The greatest c; 1: micro-batches run whole.
     """

@@ -68,7 +68,7 @@ def pipeline_schedule(plan: Plan, duration_s: Float64Array, pipeline: Pipeline) 
     num = max(num_micro_batches, int(lists.micro_batches.max(initial=-1)) + 1)
     padded_s = np.zeros(num)
     padded_s[:num_micro_batches] = duration_s
-    passes = np.multiply.outer(np.array([1.0, 2.0]) / 3, padded_s).ravel()
+    passes = (pass_shares(plan, num) * padded_s).ravel()
     seconds = np.multiply.outer(pipeline.row_weights, passes).ravel()
     waits = waits_of(lists, num, pipeline)
     starts, finished = longest_paths(waits, seconds)
@@ -77,6 +77,16 @@ def pipeline_schedule(plan: Plan, duration_s: Float64Array, pipeline: Pipeline) 
     shaped = starts.reshape(pipeline.rows, 2, num)[:, :, :num_micro_batches]
     makespan_s = float((starts + seconds).max()) if num_micro_batches else 0.0
     return PipelineSchedule(shaped[:, 0].copy(), shaped[:, 1].copy(), makespan_s)
+
+
+def pass_shares(plan: Plan, num: int) -> Float64Array:
+    """Of each micro-batch's time the parts that are forward and backward, ``[2, num]``.
+
+    From those of the plan on they are padding.
+    """
+    shares = np.repeat([[1 / 3], [2 / 3]], num, axis=1)
+    shares[:, : plan.num_micro_batches][:, plan.runs_twice] = [[1 / 4], [3 / 4]]
+    return shares
 
 
 def _schedule_in_parts(
@@ -88,7 +98,8 @@ def _schedule_in_parts(
     parts = np.append(plan.parts_of_each, np.ones(num_padding, dtype=np.int64))
     padded_s = np.append(duration_s, np.zeros(num_padding))
     num, begins = int(parts.sum()), np.cumsum(parts) - parts
-    passes = np.multiply.outer(np.array([1.0, 2.0]) / 3, np.repeat(padded_s / parts, parts))
+    shares = np.repeat(pass_shares(plan, len(parts)), parts, axis=1)
+    passes = shares * np.repeat(padded_s / parts, parts)
     seconds = np.multiply.outer(pipeline.row_weights, passes.ravel()).ravel()
     waits = waits_of_parts(lists, parts, pipeline)
     starts, finished = longest_paths(waits, seconds)

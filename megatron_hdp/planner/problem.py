@@ -24,7 +24,7 @@ _OF_COSTS = (
     *("a", "linear_s_per_token", "g", "kv_bytes_per_token", "attention_b", "merge_b", "b_experts"),
     *("intra_node_bytes_per_s", "inter_node_bytes_per_s", "ranks_per_node", "num_layers"),
     *("activation_bytes_per_token", "host_bytes_per_s", "window_tokens", "window_share", "halo_s"),
-    "query_ratio",
+    *("query_ratio", "input_share"),
 )
 """What C++ knows of a cost model by the same names; it refuses others."""
 _INTEGERS = (
@@ -50,6 +50,7 @@ class Arguments(TypedDict, total=False):
     sequence_parts: int | str
     offload: str
     streams: bool
+    recompute: str
     effort: int
 
 
@@ -74,6 +75,7 @@ class Problem:
     sequence_parts: int = 1
     offload: str = "off"
     streams: bool = False
+    recompute: str = "off"
     effort: int = 1
 
     @classmethod
@@ -98,8 +100,10 @@ class Problem:
         object.__setattr__(self, "lengths", _lengths(self.lengths))
         if not isinstance(self.cost_model, CostModel):
             raise ValueError(f"cost_model is {self.cost_model!r}; expected a CostModel")
-        if not isinstance(self.offload, str) or self.offload not in OFFLOAD:
-            raise ValueError(f"offload is {self.offload!r}; expected one of {', '.join(OFFLOAD)}")
+        for name in ("offload", "recompute"):
+            found = getattr(self, name)
+            if not isinstance(found, str) or found not in OFFLOAD:
+                raise ValueError(f"{name} is {found!r}; expected one of {', '.join(OFFLOAD)}")
         for name in _INTEGERS:
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _check_parts(self.sequence_parts, self.pipeline)
@@ -109,6 +113,16 @@ class Problem:
             raise ValueError(
                 f"streams with {self.pipeline.stages} pipeline stages and expert_parallel_size "
                 f"{self.expert_parallel_size}; expected 1 of both: leave streams out"
+            )
+        if self.recompute == "auto" and self.expert_parallel_size > 1:
+            raise ValueError(
+                f"recompute is 'auto' with expert_parallel_size {self.expert_parallel_size}; "
+                "expected 'off': ranks that share experts compute every layer together"
+            )
+        if self.recompute == "auto" and not self.cost_model.input_share:
+            raise ValueError(
+                "recompute is 'auto' with a cost model whose input_share is 0; expected the part "
+                "of a layer's activations that its input is: add it to the cost model"
             )
         if self.max_length is not None:
             object.__setattr__(self, "max_length", _integer("max_length", self.max_length))
@@ -135,6 +149,7 @@ class Problem:
             row_weights=self.pipeline.row_weights,
             offload=self.offload == "auto",
             streams=self.streams,
+            recompute=self.recompute == "auto",
             effort=self.effort,
             sequence_parts=self.sequence_parts,
             linear_tokens=self.linear_tokens,

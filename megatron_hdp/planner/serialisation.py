@@ -20,6 +20,8 @@ PLAN_KEYS = {
     "slice_multiple": "A chunk of a sequence is padded to a multiple of this; 1 if left out.",
     "linear_tokens": "Says where parts of micro-batches are cut: what a token takes besides "
     "attention, in keys that it could see instead; left out where all run whole.",
+    "recomputed_share": "Of its activations what a recomputed micro-batch holds at its fullest, 0 "
+    "to 1; left out where none is.",
     "sequence_lengths": "Tokens of each sequence of the global batch; a sequence's number is its "
     "place here, from 0.",
     "micro_batches": "All micro-batches in one global launch order.",
@@ -37,6 +39,8 @@ MICRO_BATCH_KEYS = {
     "parts": "Parts in which it runs, cut so that they take equal time. Left out: it runs whole.",
     "streams": "true: it is a stream. Its parts have equal tokens, keep keys and values alone (on "
     "the host where offload_ratio is 1) and are computed again in backward. Left out: it is none.",
+    "recompute": "true: it keeps the inputs of layers alone, and is computed again in backward, "
+    "layer by layer. Left out: it is not.",
 }
 """What the keys of a micro-batch mean."""
 
@@ -59,7 +63,7 @@ LOCKSTEP_KEYS = {
 """What a summary says besides where HDP ranks share experts; times are those of lockstep then."""
 
 _OPTIONAL = {"slice_multiple", "linear_tokens", "summary", "local", "position", "parts"}
-_OPTIONAL |= {"streams"}
+_OPTIONAL |= {"streams", "recompute", "recomputed_share"}
 
 
 def to_json(plan: FlatPlan) -> bytes:
@@ -74,6 +78,8 @@ def to_json(plan: FlatPlan) -> bytes:
         data["slice_multiple"] = plan.slice_multiple
     if plan.num_parts is not None:
         data["linear_tokens"] = plan.linear_tokens
+    if plan.recomputed is not None:
+        data["recomputed_share"] = plan.recomputed_share
     data["sequence_lengths"] = plan.lengths.tolist()
     data["micro_batches"] = [_micro_batch_to_json(plan, m) for m in range(plan.num_micro_batches)]
     data["summary"] = dict(plan.summary)
@@ -92,6 +98,8 @@ def _micro_batch_to_json(plan: FlatPlan, m: int) -> dict[str, Any]:
         data["parts"] = int(plan.num_parts[m])
     if plan.streams is not None and plan.streams[m]:
         data["streams"] = True
+    if plan.recomputed is not None and plan.recomputed[m]:
+        data["recompute"] = True
     return data
 
 
@@ -119,6 +127,7 @@ def fields_from_json(text: bytes | str) -> dict[str, Any]:
         "strategy": _string("strategy", data["strategy"]),
         "lengths": _integers("sequence_lengths", data["sequence_lengths"]),
         "linear_tokens": _number("linear_tokens", data.get("linear_tokens", 0.0)),
+        "recomputed_share": _number("recomputed_share", data.get("recomputed_share", 1.0)),
         "summary": _summary(data.get("summary", {})),
         **_micro_batches(data["micro_batches"]),
     }
@@ -149,7 +158,8 @@ def _micro_batches(items: Any) -> dict[str, Any]:
         "offload_ratios": ratios,
         "positions": _positions(items),
         "num_parts": _num_parts(items),
-        "streams": _streams(items),
+        "streams": _switches(items, "streams"),
+        "recomputed": _switches(items, "recompute"),
     }
 
 
@@ -178,11 +188,11 @@ def _num_parts(items: list[Any]) -> list[int] | None:
     return [_positive(where.format(m), item.get("parts", 1)) for m, item in enumerate(items)]
 
 
-def _streams(items: list[Any]) -> list[bool]:
-    found = [item.get("streams", False) for item in items]
+def _switches(items: list[Any], name: str) -> list[bool]:
+    found = [item.get(name, False) for item in items]
     for m, one in enumerate(found):
         if type(one) is not bool:
-            raise ValueError(f"plan: micro_batches[{m}].streams is {one!r}; expected true or false")
+            raise ValueError(f"plan: micro_batches[{m}].{name} is {one!r}; expected true or false")
     return found
 
 

@@ -91,6 +91,8 @@ def _check_micro_batches(plan: FlatPlan) -> None:
         _check_parts(plan.num_parts, plan.linear_tokens, num_micro_batches)
     if plan.streams is not None:
         _check_streams(plan, plan.streams)
+    if plan.recomputed is not None:
+        _check_recomputed(plan, plan.recomputed)
 
 
 def _check_ratios(ratios: Float64Array, num_micro_batches: int) -> None:
@@ -135,6 +137,24 @@ def _check_streams(plan: FlatPlan, streams: BoolArray) -> None:
             "shape",
             f"offload ratio of micro-batch {m}, a stream, is {ratios[m]}; expected 0 or 1: whether "
             "its keys and values wait on the host",
+        )
+
+
+def _check_recomputed(plan: FlatPlan, recomputed: BoolArray) -> None:
+    if recomputed.shape != (plan.num_micro_batches,):
+        raise PlanError(
+            "shape", f"recomputed has {recomputed.size} entries; expected {plan.num_micro_batches}"
+        )
+    if not 0 < plan.recomputed_share <= 1:
+        raise PlanError(
+            "shape", f"recomputed_share is {plan.recomputed_share}; expected above 0, at most 1"
+        )
+    twice = recomputed & (plan.is_stream | (plan.offload_ratios > 0))
+    if twice.any():
+        raise PlanError(
+            "shape",
+            f"micro-batch {_first(twice)} is recomputed, and a stream or offloaded; expected one "
+            "of them",
         )
 
 
@@ -277,9 +297,14 @@ def _check_capacity(plan: FlatPlan, run: slice, num_layers: int) -> None:
     # a ratio is planned so that the share is exactly C: allow the rounding of one division
     limit = plan.tokens_per_rank * (1 + 1e-12)
     over = np.where(ratios > 0, tokens * resident > limit, tokens > plan.tokens_per_rank)
+    if plan.recomputed is not None:
+        twice = plan.recomputed[run][owner]
+        resident = np.where(twice, plan.recomputed_share, resident)
+        over = np.where(twice, tokens * resident > limit, over)
     if over.any():
         at = _first(over)
-        share = f" x {resident[at]:.4g} resident" if ratios[at] > 0 else ""
+        is_share = ratios[at] > 0 or resident[at] < 1
+        share = f" x {resident[at]:.4g} resident" if is_share else ""
         rank = plan.ranks[plan.rank_offsets[run.start] + at]
         raise PlanError(
             "fit",

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner import Evaluation, Plan
+from megatron_hdp.planner.pipeline_evaluation import pass_shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +57,12 @@ def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
     if not 0 <= stage < stages:
         raise ValueError(f"stage is {stage}; expected 0 to {stages - 1}")
     if stages == 1:
-        return _bars(plan, evaluation, evaluation.start_s, 1.0)
+        return _bars(plan, evaluation, evaluation.start_s, np.ones(plan.num_micro_batches))
     rows = evaluation.forward_start_s[stage::stages], evaluation.backward_start_s[stage::stages]
     weights = evaluation.pipeline.row_weights[stage::stages]
     bars = [
-        _bars(plan, evaluation, starts_s, share / 3 * weights[chunk], chunk)
-        for share, of_chunks in zip((1, 2), rows, strict=True)
+        _bars(plan, evaluation, starts_s, shares * weights[chunk], chunk)
+        for shares, of_chunks in zip(pass_shares(plan, plan.num_micro_batches), rows, strict=True)
         for chunk, starts_s in enumerate(of_chunks)
     ]
     if evaluation.part_starts_s is not None:
@@ -109,12 +110,12 @@ def of_chunk(lanes: Lanes, chunk: int) -> Lanes:
 
 
 def _bars(
-    plan: Plan, evaluation: Evaluation, starts_s: Float64Array, share: float, chunk: int = 0
+    plan: Plan, evaluation: Evaluation, starts_s: Float64Array, shares: Float64Array, chunk: int = 0
 ) -> Lanes:
-    """Bars that start with their micro-batch and take a share of its members' time."""
+    """Bars that start with their micro-batch and take its share of its members' time."""
     degrees = np.diff(plan.rank_offsets)
     micro_batch = np.repeat(np.arange(plan.num_micro_batches), degrees)
-    start_s = starts_s[micro_batch]
+    start_s, share = starts_s[micro_batch], shares[micro_batch]
     return Lanes(
         rank=plan.ranks.astype(np.int64),
         micro_batch=micro_batch,

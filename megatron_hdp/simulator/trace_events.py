@@ -98,6 +98,7 @@ class MicroBatchDetails:
             "sequences": _first_of(sequences),
             "tokens": int(plan.lengths[sequences].sum()),
             "offload_ratio": float(plan.offload_ratios[m]),
+            "recomputed": bool(plan.is_recomputed[m]),
         }
 
 

@@ -63,6 +63,8 @@ class Case:
     patches: tuple[tuple[str, Any], ...] = ()
     """What is replaced during steps, and must change nothing."""
     tolerance: float = 1e-10
+    recomputes: bool = False
+    """Whether some micro-batches of plans are recomputed, others not."""
     streams: int = 1
     """Capacities that a rank may hold of a micro-batch, which streams if it holds more than one."""
 
@@ -101,6 +103,9 @@ def plans_of(arguments: TrainingArguments, case: Case, **more: bool) -> list[Pla
             most_parts=arguments.sequence_parts,
             **more,
         )
+        if case.recomputes:
+            every_other = (np.arange(plan.num_micro_batches) + seed) % 2 == 0
+            plan = replace(plan, recomputed=every_other)
         if case.streams > 1:
             plan = in_streams(plan, tokens_per_rank=arguments.hdp_tokens_per_rank, seed=seed)
         (found if _is_uneven(plan) else rest).append(plan)

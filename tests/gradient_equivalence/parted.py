@@ -1,4 +1,4 @@
-"""Rows whose micro-batches run in parts, and rows of streams."""
+"""Rows whose micro-batches run in parts, rows of streams, and of recomputed micro-batches."""
 
 from dataclasses import replace
 
@@ -118,6 +118,28 @@ def streams() -> dict[str, Case]:
     return {
         f"streams/{name}": Case(
             *(ranks, settings | {"hdp_tokens_per_rank": 32}, (), 3), lengths=LENGTHS, streams=16
+        )
+        for name, (ranks, settings) in rows.items()
+    }
+
+
+def recomputed() -> dict[str, Case]:
+    """Every other micro-batch is recomputed."""
+    selective = joined(NO_BIAS, recomputing("core_attn", "layernorm", "mlp"))
+    rows = {
+        "rings": (3, {}),
+        "selective": (2, selective),
+        "windows": (3, joined(SHORT, SINK)),
+        "latent": (3, MLA | LATENT),
+        "experts": (3, EXPERTS),
+        "pp2-parts": (4, joined(PP2, IN_PARTS, SHARDED)),
+        "pp2-parts-selective-tp2-sp": (8, joined(PP2, TP2_SP, IN_PARTS, selective)),
+        "pp2-mtp": (4, joined(PP2, MTP)),
+        "virtual-experts": (4, joined(EXPERTS, virtual(2))),
+    }
+    return {
+        f"recomputed/{name}": Case(
+            *(ranks, settings, (), 2, LENGTHS * 2), recomputes=True, around=emptied_outputs
         )
         for name, (ranks, settings) in rows.items()
     }

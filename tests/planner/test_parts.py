@@ -281,9 +281,10 @@ def test_cpp_and_python_execute_parts_alike(
         virtual_stages=chunks, stage_weights=weights, sequence_parts=9,
     )  # fmt: skip
     parts = draw.integers(1, 10, made.num_micro_batches)
+    twice = draw.random(made.num_micro_batches) < 0.4
     tokens = linear_tokens(max(lengths), costs)
     expected = evaluate(
-        replace(made, num_parts=parts, linear_tokens=tokens),
+        replace(made, num_parts=parts, linear_tokens=tokens, recomputed=twice),
         costs,
         stages,
         chunks,
@@ -292,7 +293,7 @@ def test_cpp_and_python_execute_parts_alike(
     arrays = ("rank_offsets", "ranks", "sequence_offsets", "sequences")
     arrays += ("local_offsets", "local_sequences", "local_ranks")
     told = {name: getattr(made, name) for name in arrays}
-    found = _core.makespan_s(problem.core, **told, num_parts=parts)
+    found = _core.makespan_s(problem.core, **told, num_parts=parts, recomputed=twice)
     assert found == pytest.approx(expected.makespan_s, rel=1e-9)
 
 

@@ -88,6 +88,7 @@ void check_cost_model(const CostModel& cost) {
       {"window_share", cost.window_share},
       {"halo_s", cost.halo_s},
       {"query_ratio", cost.query_ratio},
+      {"input_share", cost.input_share},
       {"activation_bytes_per_token", cost.activation_bytes_per_token},
   };
   const std::string of = "cost model: ";
@@ -151,6 +152,13 @@ std::string remedies(const Problem& problem, int64_t length) {
   if (!problem.offload && fits) {
     found = ", or use offload=\"auto\", which needs " + with_commas(degree);
   }
+  other.offload = problem.offload;
+  other.recompute = true;
+  const int64_t recomputed =
+      problem.recompute || problem.expert_ranks > 1 ? 0 : least_recomputed_degree(other, length);
+  if (recomputed > 0) found += ", or recompute=\"auto\", which needs " + with_commas(recomputed);
+  other.recompute = problem.recompute;
+  other.offload = true;
   if (problem.pipeline_stages > 1 || problem.expert_ranks > 1) return found;
   other.streams = true;
   if (least_stream_degree(other, length) == 0) return found;
@@ -167,6 +175,7 @@ void check_length(const Problem& problem, std::size_t id) {
   const int64_t degree = in_range ? least_degree(problem, length) : 0;
   if (degree >= 1 && degree <= problem.num_ranks) return;
   if (in_range && problem.streams && least_stream_degree(problem, length) > 0) return;
+  if (in_range && problem.recompute && least_recomputed_degree(problem, length) > 0) return;
   const std::string name = "sequence " + std::to_string(id) + " of the batch";
   if (length < 1 || length > kMostTokens) check_range("length of " + name, length, kMostTokens);
   if (length > problem.max_length) {

@@ -56,14 +56,14 @@ double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one
 }
 
 double exposed_s(const CostModel& cost, int64_t degree, double tokens, double attention_s,
-                 bool one_node) {
+                 bool one_node, double num_forwards) {
   const auto d = static_cast<double>(degree);
   const double hops = d - 1;
   const double latency =
       hops * (one_node ? cost.intra_node_hop_all_layers_s : cost.inter_node_hop_all_layers_s);
   const double third = transfer_s(cost, degree, tokens, one_node) / 3;
   const double hiding = hops / d * attention_s / 3;
-  return std::max(0.0, latency + third - hiding) + std::max(0.0, latency + 2 * third - 2 * hiding);
+  return num_forwards * std::max(0.0, latency + third - hiding) + std::max(0.0, latency + 2 * third - 2 * hiding);
 }
 
 double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node, double speed) {

@@ -7,6 +7,9 @@
 
 namespace hdp {
 
+// Of what ranks compute a third is forward, which runs twice where backward computes it again.
+constexpr double kComputedTwice = 4.0 / 3;
+
 // Seconds of attention of a whole sequence on one rank: a s^2 + attention_b s, or what the table
 // says.
 double attention_s(const CostModel& cost, int64_t length);
@@ -35,8 +38,9 @@ double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one
 // Seconds of traffic that attention does not hide on a member of a ring of so many tokens, which
 // takes `attention_s` for its share. It has degree - 1 hops in each pass and the same attention in
 // each step, a third of it forward; a hop hides under the step before it.
+// `num_forwards`: 2 if it is computed again in backward.
 double exposed_s(const CostModel& cost, int64_t degree, double tokens, double attention_s,
-                 bool one_node);
+                 bool one_node, double num_forwards = 1);
 
 // Seconds of one sequence that has a ring to itself, its exposed traffic included, fixed_s left
 // out. `speed` is that of the slowest member.

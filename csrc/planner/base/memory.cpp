@@ -92,4 +92,36 @@ MemoryDegree memory_degree(const Problem& problem, int64_t length, double share_
   return {degree, ratio};
 }
 
+double recomputed_share(const CostModel& cost) {
+  if (cost.input_share == 0) return 1;
+  return std::min(1.0, cost.input_share + 1 / static_cast<double>(cost.num_layers));
+}
+
+bool recomputes(const Problem& problem, int64_t length, int64_t degree) {
+  if (!problem.recompute || offload_ratio(problem, length, degree)) return false;
+  const auto tokens = static_cast<double>(slice_tokens(length, degree, problem.slice_multiple));
+  return tokens * recomputed_share(problem.cost) <= static_cast<double>(problem.tokens_per_rank);
+}
+
+int64_t least_recomputed_degree(const Problem& problem, int64_t length) {
+  const auto most = static_cast<int64_t>(static_cast<double>(problem.tokens_per_rank) /
+                                         recomputed_share(problem.cost));
+  // padding may make a wider slice the first that fits, and offload a narrower one
+  int64_t degree = 1;
+  if (!problem.offload) {
+    degree = std::max<int64_t>(1, least_degree(length, most, problem.slice_multiple));
+  }
+  for (; degree <= problem.num_ranks; ++degree) {
+    if (offload_ratio(problem, length, degree) || recomputes(problem, length, degree)) return degree;
+  }
+  return 0;
+}
+
+bool rings_hold_all(const Problem& problem) {
+  return std::all_of(problem.lengths.begin(), problem.lengths.end(), [&](int64_t length) {
+    const int64_t least = least_degree(problem, length);
+    return least >= 1 && least <= problem.num_ranks;
+  });
+}
+
 }  // namespace hdp

@@ -32,4 +32,19 @@ MemoryDegree memory_degree(const Problem& problem, int64_t length, double share_
 // The share of its activations that a micro-batch keeps on the rank.
 double resident_share(const Problem& problem, double offload_ratio);
 
+// The share of its activations that a micro-batch holds at its fullest if it is recomputed: the
+// inputs of all layers, and one layer. 1 if that is not known.
+double recomputed_share(const CostModel& cost);
+
+// Whether a slice of that degree is recomputed in backward: it fits so, and neither as it is nor by
+// offload.
+bool recomputes(const Problem& problem, int64_t length, int64_t degree);
+
+// The least degree at which the sequence fits in any of these ways; 0 if there is none up to the
+// number of ranks.
+int64_t least_recomputed_degree(const Problem& problem, int64_t length);
+
+// Whether a ring holds each sequence, none recomputed or as a stream.
+bool rings_hold_all(const Problem& problem);
+
 }  // namespace hdp

@@ -52,6 +52,7 @@ void for_each_part(const CostModel& cost, int64_t length, const Stream& stream,
 
 std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree) {
   if (!problem.streams || offload_ratio(problem, length, degree)) return std::nullopt;
+  if (recomputes(problem, length, degree)) return std::nullopt;  // in fewer launches
   const int64_t on_a_rank = (degree == 1 ? 1 : 2) * problem.slice_multiple;
   const int64_t units = ceil_div(length, degree * on_a_rank);
   const auto in_parts = [&](double tokens, bool on_host) -> std::optional<Stream> {
@@ -108,7 +109,7 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
                  std::max(0.0, kBackPerKey * copied - 2 * hiding);
     }
   });
-  return kStreamedCompute * computed + exposed;
+  return kComputedTwice * computed + exposed;
 }
 
 double stream_traffic_tokens(const CostModel& cost, int64_t length, const Stream& stream) {

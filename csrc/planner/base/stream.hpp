@@ -9,9 +9,6 @@
 
 namespace hdp {
 
-// Of what ranks compute a third is forward, which a stream runs twice.
-constexpr double kStreamedCompute = 4.0 / 3;
-
 struct Stream {
   int64_t num_parts = 2;
   bool on_host = false;            // its keys and values, with the sums of their gradients

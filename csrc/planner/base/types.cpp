@@ -32,6 +32,11 @@ void Plan::add_stream(const std::vector<int32_t>& ring, SequenceId sequence, int
   add(ring, {sequence}, on_host ? 1 : 0);
 }
 
+void Plan::recompute_last() {
+  recomputed.resize(index(num_micro_batches()));
+  recomputed.back() = true;
+}
+
 void Plan::end_locals(std::size_t end) {
   const auto last = static_cast<int32_t>(end);
   if (last == local_offsets.back()) return;

@@ -40,6 +40,7 @@ struct CostModel {
   double window_share = 0;    // the part of a that belongs to these layers
   double halo_s = 0;          // s of a ring for what it sends in them, whatever it holds
   double query_ratio = 0;     // bytes that go around for a token's queries, per those of its keys
+  double input_share = 0;     // of a layer's activations that its input is; 0: not known
 };
 
 // A count or an id as an index of a vector.
@@ -104,6 +105,7 @@ struct Problem {
   std::vector<double> row_weights;
   bool offload = false;        // activations may go to host memory
   bool streams = false;        // sequences may stream, see base/stream.hpp
+  bool recompute = false;      // sequences may be recomputed in backward, see base/memory.hpp
   int64_t effort = 1;          // scales the number of iterations of local search
   int64_t sequence_parts = 1;  // the most parts of a micro-batch
   double linear_tokens = 0;    // where parts are cut: what a token takes besides attention, in keys
@@ -113,6 +115,11 @@ struct Problem {
 
   double speed(int32_t rank) const { return speeds.empty() ? 1.0 : speeds[index(rank)]; }
 };
+
+// Whether backward may compute a sequence again: recomputed, or as a stream.
+inline bool may_compute_twice(const Problem& problem) {
+  return problem.streams || problem.recompute;
+}
 
 // Whole sequences in the spare room of ring members.
 struct Locals {
@@ -131,6 +138,7 @@ struct Plan {
   std::vector<double> offload_ratios;  // up to the last micro-batch with another one than 0
   std::vector<int32_t> num_parts;  // of the micro-batches; empty: all run whole
   std::vector<int32_t> stream_parts;   // up to the last micro-batch that streams; 0: it does not
+  std::vector<bool> recomputed;  // up to the last micro-batch that is computed again in backward
   std::vector<int32_t> positions;  // of the micro-batches in their ranks' lists; empty: not given
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(rank_offsets.size()) - 1; }
@@ -160,6 +168,12 @@ struct Plan {
     return i < stream_parts.size() ? stream_parts[i] : 0;
   }
 
+  // Whether micro-batch m is computed again in backward.
+  bool is_recomputed(int64_t m) const {
+    const auto i = index(m);
+    return i < recomputed.size() && recomputed[i];
+  }
+
   // Makes room for so many in all, so that appending does not move what is there.
   void reserve(std::size_t num_micro_batches, std::size_t num_members, std::size_t num_sequences);
 
@@ -170,6 +184,9 @@ struct Plan {
   // Appends a micro-batch that streams.
   void add_stream(const std::vector<int32_t>& ring, SequenceId sequence, int64_t num_parts,
                   bool on_host);
+
+  // The micro-batch added last is computed again in backward.
+  void recompute_last();
 
   // The micro-batch added last has the locals up to `end`.
   void end_locals(std::size_t end);

@@ -57,10 +57,10 @@ class Bound {
   double own_at(int64_t length, int64_t degree, double speed) const {
     const double fixed = fixed_s(cost_, degree);
     const double whole = ring_s(cost_, length, degree, one_node(degree), speed) + fixed / speed;
-    if (!problem_.streams) return whole;
+    if (!may_compute_twice(problem_)) return whole;
     const double computed = compute_s(cost_, length) / static_cast<double>(degree) + fixed +
                             merge_s(cost_, degree, static_cast<double>(length));
-    return std::min(whole, kStreamedCompute * computed / speed);
+    return std::min(whole, kComputedTwice * computed / speed);
   }
 
   // The least e(s, D) from a degree on: D - 1 times q - attention / D, which is convex in D.
@@ -151,21 +151,21 @@ int64_t whole_tokens(const Problem& problem) {
   return problem.tokens_per_rank / problem.slice_multiple * problem.slice_multiple;
 }
 
-// The least degree of a sequence, which may be any if it streams.
+// The least degree of a sequence, which may be any if it streams or is recomputed.
 int64_t fewest_ranks(const Problem& problem, int64_t length) {
-  return problem.streams ? 1 : least_degree(problem, length);
+  return may_compute_twice(problem) ? 1 : least_degree(problem, length);
 }
 
-// Compute that a sequence has twice because it must stream.
+// Compute that a sequence has twice because no ring holds it otherwise.
 double computed_again_s(const Problem& problem, int64_t length) {
-  if (!problem.streams || length <= whole_tokens(problem)) return 0;
+  if (!may_compute_twice(problem) || length <= whole_tokens(problem)) return 0;
   const int64_t degree = least_degree(problem, length);
   const bool fits = degree >= 1 && degree <= problem.num_ranks;
-  return fits ? 0 : (kStreamedCompute - 1) * compute_s(problem.cost, length);
+  return fits ? 0 : (kComputedTwice - 1) * compute_s(problem.cost, length);
 }
 
-// g, and as many blocks as a sequence needs ranks, for every C tokens, of which with offload a rank
-// may hold more; and merging, of which all members of a ring together have (D - 1) merge_b s.
+// g, and as many blocks as a sequence needs ranks, for every C tokens, of which with offload, or
+// recomputed, a rank may hold more; and merging, of which all members of a ring together have (D - 1) merge_b s.
 double least_fixed_s(const Problem& problem) {
   const int64_t whole = whole_tokens(problem);
   double tokens = 0;
@@ -176,8 +176,9 @@ double least_fixed_s(const Problem& problem) {
     const int64_t least = length <= whole ? 1 : fewest_ranks(problem, length);
     blocks += static_cast<double>(length) * static_cast<double>(least);
   }
-  const double capacity = static_cast<double>(problem.tokens_per_rank) /
-                          (problem.offload ? resident_share(problem, 1) : 1);
+  const double held = std::min(problem.offload ? resident_share(problem, 1) : 1,
+                               problem.recompute ? recomputed_share(problem.cost) : 1);
+  const double capacity = static_cast<double>(problem.tokens_per_rank) / held;
   const double merged = std::max(0.0, blocks - tokens);
   return (problem.cost.g * tokens + problem.cost.block_all_layers_s * blocks) / capacity +
          problem.cost.merge_b * merged;
@@ -259,14 +260,14 @@ double tight_bound_s(const Problem& problem) {
   std::vector<Long> longs = long_sequences(problem, low);
   double work = total_compute_s(problem) + least_fixed_s(problem);
   for (const Long& one : longs) {
-    work += problem.streams ? computed_again_s(problem, one.length)
+    work += may_compute_twice(problem) ? computed_again_s(problem, one.length)
                             : bound.waited_s(one.length, one.least);
   }
   if (!longs.empty()) low = std::max(low, bound.own_s(longs.front().length, longs.front().least));
   order_by_attention(problem, longs);
   const double speed = total_speed(problem);
   low = std::max(low, work / speed);
-  if (problem.streams) return low;
+  if (may_compute_twice(problem)) return low;
   const auto fits = [&](double makespan_s) {
     return work + exposed_s(bound, longs, makespan_s) <= makespan_s * speed * (1 + 1e-9);
   };

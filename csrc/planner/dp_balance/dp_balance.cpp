@@ -58,11 +58,11 @@ class Choice {
   std::vector<Scheduled> plans_;
 };
 
-// Offers the plans of dp-balance itself, which may begin with streams; returns the sequences,
+// Offers the plans of dp-balance itself, which may begin with what is computed twice; returns the sequences,
 // longest first.
 std::vector<SequenceId> offer_own_plans(const Problem& problem, Choice& choice,
-                                        bool streams = false) {
-  Batch batch(problem, streams);
+                                        bool twice = false) {
+  Batch batch(problem, twice);
   Decisions decisions = best_decisions(batch);
   const auto offer = [&](RingSchedule rings, const PlaceSet& shorts) {
     Plan plan = place_shorts(batch, rings, shorts, {}, std::move(rings.locals));
@@ -95,20 +95,12 @@ double offer_other_plans(const Problem& problem, const std::vector<SequenceId>& 
   return least_s;
 }
 
-// Whether a ring holds each sequence.
-bool rings_hold_all(const Problem& problem) {
-  return std::all_of(problem.lengths.begin(), problem.lengths.end(), [&](int64_t length) {
-    const int64_t least = least_degree(problem, length);
-    return least >= 1 && least <= problem.num_ranks;
-  });
-}
-
-// Streams where no ring serves, and where plans that begin with streams are faster.
-Scheduled with_streams(const Problem& problem) {
+// Streams and recomputation where no ring serves, and where plans that begin with them are faster.
+Scheduled with_forwards_twice(const Problem& problem) {
   Choice choice;
   if (rings_hold_all(problem)) {
     Problem whole = problem;
-    whole.streams = false;
+    whole.streams = whole.recompute = false;
     choice.offer(dp_balance(whole));
   } else {
     offer_own_plans(problem, choice);
@@ -129,7 +121,7 @@ Plan first_draft(const Batch& batch) {
 }
 
 Scheduled dp_balance(const Problem& problem) {
-  if (problem.streams) return with_streams(problem);
+  if (may_compute_twice(problem)) return with_forwards_twice(problem);
   Choice choice;
   const std::vector<SequenceId> order = offer_own_plans(problem, choice);
   const double slowest_s = kRounding * offer_other_plans(problem, order, choice);

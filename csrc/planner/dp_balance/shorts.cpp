@@ -231,6 +231,9 @@ void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap
     const int64_t length = batch.length(place);
     if (const auto stream = stream_of(batch.problem, length, degree)) {
       plan.add_stream(ring, batch.order[place], stream->num_parts, stream->on_host);
+    } else if (recomputes(batch.problem, length, degree)) {
+      plan.add(ring, {batch.order[place]});
+      plan.recompute_last();
     } else {
       plan.add(ring, {batch.order[place]}, offload_ratio(batch.problem, length, degree).value());
     }

@@ -55,7 +55,12 @@ Plan plan_of(const Problem& problem, const Seating& seating, const Arrangement& 
         const SeatedRing& seated = seating.rings[ring];
         const int64_t length = problem.lengths[index(seated.sequence)];
         const auto degree = static_cast<int64_t>(seated.lanes.size());
-        plan.add(seated.lanes, {seated.sequence}, offload_ratio(problem, length, degree).value());
+        if (recomputes(problem, length, degree)) {
+          plan.add(seated.lanes, {seated.sequence});
+          plan.recompute_last();
+        } else {
+          plan.add(seated.lanes, {seated.sequence}, offload_ratio(problem, length, degree).value());
+        }
         if (part_s > 0) plan.num_parts.push_back(seated.num_parts);
       },
       [&](std::size_t rank, int64_t i) {

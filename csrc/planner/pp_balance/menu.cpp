@@ -99,7 +99,9 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place,
     const std::vector<PartSize> sizes = part_sizes({static_cast<double>(length)}, number, problem.linear_tokens);
     for (const int64_t degree : degrees) {
       const bool one_node = degree <= cost.ranks_per_node;
-      const double seconds = ring_s(cost, length, degree, sizes, one_node);
+      const double seconds = recomputes(problem, length, degree)
+                                 ? recomputed_ring_s(cost, length, degree, sizes, one_node)
+                                 : ring_s(cost, length, degree, sizes, one_node);
       ways.push_back({static_cast<int32_t>(degree), static_cast<int32_t>(number), seconds,
                       pass_s(problem, seconds, number)});
     }

@@ -5,9 +5,11 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 
+#include "planner/base/memory.hpp"
 #include "planner/base/side_by_side.hpp"
 #include "planner/baselines/baselines.hpp"
 #include "planner/dp_balance/decide.hpp"
@@ -344,28 +346,60 @@ class Nested {
 
 }  // namespace
 
-Plan pp_balance(const Problem& problem) {
-  const Batch batch(problem);
-  std::vector<Plan> plans;
-  if (may_run_in_parts(problem) && problem.model_chunks == 1 && problem.expert_ranks == 1) {
-    PipelineDraft draft = in_parts(batch);
-    const auto stages = static_cast<double>(problem.pipeline_stages);
-    if (stages * draft.makespan_s <= batch.bound_s) return std::move(draft.plan);  // of whole ones
-    plans.push_back(std::move(draft.plan));
+namespace {
+
+// Adds a plan in parts; whether no plan of whole micro-batches can be faster.
+bool add_in_parts(const Batch& batch, std::vector<Plan>& plans) {
+  const Problem& problem = batch.problem;
+  if (!may_run_in_parts(problem) || problem.model_chunks > 1 || problem.expert_ranks > 1) {
+    return false;
   }
+  PipelineDraft draft = in_parts(batch);
+  const auto stages = static_cast<double>(problem.pipeline_stages);
+  plans.push_back(std::move(draft.plan));
+  return stages * draft.makespan_s <= batch.bound_s;
+}
+
+// Plans of rings that hold all sequences as they are, or by offload.
+void add_of_rings(const Problem& problem, std::vector<Plan>& plans) {
+  const Batch batch(problem);
+  if (add_in_parts(batch, plans)) return;
   std::future<Plan> nested = std::async([&] { return Nested(batch).run(); });
   plans.push_back(Search(batch).run());
   plans.push_back(nested.get());
   plans.push_back(naive(problem));
   if (static_degree(problem) > 0) plans.push_back(static_mesh(problem));
+}
+
+// Plans that begin with recomputed sequences on few ranks.
+void add_recomputed(const Problem& problem, bool must, std::vector<Plan>& plans) {
+  const Batch batch(problem, true);
+  add_in_parts(batch, plans);
+  plans.push_back(Nested(batch).run());
+  if (must) plans.push_back(Search(batch).run());  // it recomputes only what no ring holds
+}
+
+}  // namespace
+
+Plan pp_balance(const Problem& problem) {
+  std::vector<Plan> plans;
+  const bool must = problem.recompute && !rings_hold_all(problem);
+  Problem of_rings = problem;
+  of_rings.recompute = false;
+  if (!must) add_of_rings(of_rings, plans);
+  if (problem.recompute) add_recomputed(problem, must, plans);
   Plan* best = nullptr;
   double least_s = kInfinity;
   for (Plan& plan : plans) {
     if (plan.num_micro_batches() == 0 || first_misplaced(problem, plan) >= 0) continue;
-    const double makespan_s = simulate(problem, plan).makespan_s;
+    const double makespan_s = plans.size() > 1 ? simulate(problem, plan).makespan_s : 0;
     if (makespan_s >= least_s) continue;
     least_s = makespan_s;
     best = &plan;
+  }
+  if (best == nullptr) {
+    throw std::invalid_argument("pp-balance: recomputed sequences leave no plan that pipelines can "
+                                "run: raise tokens_per_rank");
   }
   return std::move(*best);
 }

@@ -7,7 +7,9 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
+#include "planner/base/parts.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/rings/rings.hpp"
 
 namespace hdp {
 namespace {
@@ -70,17 +72,22 @@ double least_level_s(const CostModel& cost, const std::vector<const LongSequence
 
 Shared share(const Problem& problem, const LongSequence& sequence, int64_t degree) {
   const bool one_node = degree <= problem.cost.ranks_per_node;
+  const auto s = static_cast<double>(sequence.length);
   const double seconds =
-      ring_s(problem.cost, sequence.length, degree, one_node) + fixed_s(problem.cost, degree);
+      recomputes(problem, sequence.length, degree)
+          ? recomputed_ring_s(problem.cost, sequence.length, degree, {{s, 0, s * s}}, one_node)
+          : ring_s(problem.cost, sequence.length, degree, one_node) + fixed_s(problem.cost, degree);
   return {sequence.id, sequence.place, degree, seconds};
 }
 
-// Rounds do without offload, except for a sequence that does not fit otherwise: on all ranks.
+// Rounds do without offload and recomputation, except for a sequence that does not fit otherwise: on
+// all ranks.
 int64_t least_degree_in_rounds(const Problem& problem, SequenceId id) {
   const int64_t length = problem.lengths[index(id)];
   const int64_t least = least_degree(length, problem.tokens_per_rank, problem.slice_multiple);
   if (least > 0 && least <= problem.num_ranks) return least;
   if (offload_ratio(problem, length, problem.num_ranks)) return problem.num_ranks;
+  if (recomputes(problem, length, problem.num_ranks)) return problem.num_ranks;
   throw std::invalid_argument(
       "pp-balance: sequence " + std::to_string(id) + " of the batch has " + std::to_string(length) +
       " tokens, which fit on some numbers of the " + std::to_string(problem.num_ranks) +
@@ -97,7 +104,7 @@ std::vector<LongSequence> long_sequences(const Problem& problem,
     const int64_t length = problem.lengths[index(id)];
     const int64_t least = least_degree_in_rounds(problem, id);
     const double seconds = compute_s(problem.cost, length);
-    if (least == 1 && !(seconds > most_s)) break;
+    if (!is_ring(problem, length, least) && !(seconds > most_s)) break;
     const int64_t useful = std::min(greatest_hidden_degree(problem.cost, length, problem.num_ranks),
                                     length / (2 * problem.slice_multiple));
     const int64_t fastest = fastest_degree(problem, length, seconds);

@@ -1,4 +1,5 @@
 #include "planner/pp_balance/seats.hpp"
+#include "planner/rings/rings.hpp"
 
 #include <algorithm>
 #include <map>
@@ -104,8 +105,9 @@ class Seater {
     FreeRanks free(problem_, ranks, seating_.ring_s);
     std::vector<std::size_t> seats(all_.size(), kNoRing);
     for (const Shared& shared : round) {
-      SeatedRing ring{shared.sequence, shared.place, 0, shared.degree == 1,
-                      free.take(shared.degree)};
+      const int64_t length = problem_.lengths[index(shared.sequence)];
+      const bool alone = !is_ring(problem_, length, shared.degree);
+      SeatedRing ring{shared.sequence, shared.place, 0, alone, free.take(shared.degree)};
       for (const int32_t rank : ring.lanes) {
         ring.seconds = std::max(ring.seconds, shared.seconds / seating_.speed[index(rank)]);
       }

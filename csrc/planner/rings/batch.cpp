@@ -19,15 +19,20 @@ constexpr double kSand = 1.0 / 32;
 // A sequence whose own time is within this of what it should be is short enough.
 constexpr double kOwnTime = 1.002;
 
-// The least degree of a ring, N + 1 if none of N ranks or fewer holds the sequence; and that of a
-// stream, if there is one and `streams` asks for it or no ring serves, else again that of a ring.
-std::pair<int64_t, int64_t> least_degrees(const Problem& problem, int64_t length, bool streams) {
+// The least degree of a ring, N + 1 if none of N ranks or fewer holds the sequence; and that at which
+// it is computed twice, recomputed or as a stream, if there is one and `twice` asks for it or no ring
+// serves, else again that of a ring.
+std::pair<int64_t, int64_t> least_degrees(const Problem& problem, int64_t length, bool twice) {
   int64_t whole = least_degree(problem, length);
   if (whole == 0) whole = problem.num_ranks + 1;
   const bool is_forced = whole > problem.num_ranks;
-  if (!problem.streams || whole == 1 || !(streams || is_forced)) return {whole, whole};
-  const int64_t stream = least_stream_degree(problem, length);
-  return {std::min(whole, problem.num_ranks + 1), stream > 0 ? std::min(stream, whole) : whole};
+  if (!may_compute_twice(problem) || whole == 1 || !(twice || is_forced)) return {whole, whole};
+  int64_t least = std::min(whole, problem.num_ranks + 1);
+  for (const int64_t degree : {problem.streams ? least_stream_degree(problem, length) : 0,
+                               problem.recompute ? least_recomputed_degree(problem, length) : 0}) {
+    if (degree > 0) least = std::min(least, degree);
+  }
+  return {std::min(whole, problem.num_ranks + 1), least};
 }
 
 // The least degree from `hidden` on at which the sequence is short enough; `hidden` if it never is.
@@ -43,7 +48,7 @@ int64_t short_enough_degree(const Problem& problem, int64_t length, int64_t hidd
 
 }  // namespace
 
-Batch::Batch(const Problem& given, bool streams)
+Batch::Batch(const Problem& given, bool twice)
     : problem(given),
       order(longest_first(given.lengths)),
       lengths(given.lengths, order),
@@ -64,7 +69,7 @@ Batch::Batch(const Problem& given, bool streams)
     const bool fits =
         slice_tokens(length(place), 1, problem.slice_multiple) <= problem.tokens_per_rank;
     if (fits && compute_s(place) <= kSand * share_s) break;
-    const auto [whole, any] = least_degrees(problem, length(place), streams);
+    const auto [whole, any] = least_degrees(problem, length(place), twice);
     least_whole.push_back(static_cast<int32_t>(whole));
     least.push_back(static_cast<int32_t>(any));
   }

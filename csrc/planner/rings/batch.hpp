@@ -11,9 +11,9 @@
 namespace hdp {
 
 struct Batch {
-  // With `streams` sequences begin as streams on few ranks, where they may stream; else only those
-  // that no ring holds.
-  explicit Batch(const Problem& problem, bool streams = false);
+  // With `twice` sequences begin on few ranks, recomputed or as streams, where they may be; else only
+  // those that no ring holds.
+  explicit Batch(const Problem& problem, bool twice = false);
 
   // Of the sequence at a place in the order.
   int64_t length(std::size_t place) const { return lengths[place]; }
@@ -26,7 +26,7 @@ struct Batch {
   SortedLengths lengths;       // by place in the order
   std::size_t num_big = 0;     // the first places: each matters by itself
   // Degrees of the big ones:
-  std::vector<int32_t> least;         // by memory, as a stream where it may be one
+  std::vector<int32_t> least;         // by memory, computed twice where it may be
   std::vector<int32_t> least_whole;   // the same of a ring; more than there are ranks if none holds it
   std::vector<int32_t> hidden;        // the greatest that hides the traffic
   std::vector<int32_t> short_enough;  // the least from there on at which it takes own_time_s

@@ -49,7 +49,7 @@ int64_t balanced_degree(const Batch& batch, const Nesting& nesting, std::size_t 
                                    problem.num_ranks, length / (2 * problem.slice_multiple)});
   if (useful <= least) return least;
   double computed_s = batch.compute_s(place);
-  if (least < batch.least_whole[place]) computed_s *= kStreamedCompute;
+  if (least < batch.least_whole[place]) computed_s *= kComputedTwice;
   const double parts = std::ceil(parts_within(problem.cost, length, computed_s, longest_s));
   // the negated form sends the NaN of a cost model without times to the memory minimum
   const bool few = !(parts > static_cast<double>(least));
@@ -88,7 +88,8 @@ int64_t widest_nested(const Batch& batch, const Nesting& nesting, std::size_t pl
 bool may_share(const Problem& problem, int64_t length, int64_t least, int64_t degree) {
   if (degree <= least) return degree == least;
   return degree <= problem.num_ranks && degree <= length / (2 * problem.slice_multiple) &&
-         (offload_ratio(problem, length, degree) || stream_of(problem, length, degree));
+         (offload_ratio(problem, length, degree) || recomputes(problem, length, degree) ||
+          stream_of(problem, length, degree));
 }
 
 Degrees balanced_degrees(const Batch& batch, const Nesting& nesting, double longest_s) {

@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
+#include "planner/base/parts.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/stream.hpp"
 
@@ -168,12 +170,16 @@ class RingPlacer {
     const int64_t length = batch_.length(place);
     const bool one_node = in_one_node(ranks, problem_.cost.ranks_per_node);
     const std::optional<Stream> stream = stream_of(problem_, length, degree);
+    const std::vector<PartSize> whole{{static_cast<double>(length), 0,
+                                       static_cast<double>(length) * static_cast<double>(length)}};
     double seconds = stream ? stream_s(problem_, length, degree, *stream, one_node, speed)
-                            : ring_s(problem_.cost, length, degree, one_node, speed) +
+                     : recomputes(problem_, length, degree)
+                         ? recomputed_ring_s(problem_.cost, length, degree, whole, one_node, speed)
+                         : ring_s(problem_.cost, length, degree, one_node, speed) +
                                   fixed_s(problem_.cost, degree) / speed;
     if (decisions_.fill_spare_room) {
       const int64_t slice = slice_tokens(length, degree, problem_.slice_multiple);
-      const int64_t room = stream ? 0 : problem_.tokens_per_rank - slice;
+      const int64_t room = std::max<int64_t>(0, stream ? 0 : problem_.tokens_per_rank - slice);
       seconds += spare_room_.fill(ranks, room, schedule_.locals) / speed;
       schedule_.local_ends.push_back(schedule_.locals.sequences.size());
     }

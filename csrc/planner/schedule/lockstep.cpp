@@ -181,7 +181,7 @@ Together run_together(const Problem& problem, const Plan& plan) {
     grid.load();
     return grid.all_together();
   }
-  Together together{problem.num_ranks, plan.rank_offsets, plan.ranks, {}, {}, {}};
+  Together together{problem.num_ranks, plan.rank_offsets, plan.ranks, {}, {}, {}, plan.recomputed};
   sum_of_loads(problem, plan, [&](int64_t m, double seconds) {
     together.seconds.push_back(seconds);
     together.num_parts.push_back(static_cast<int32_t>(plan.parts(m)));
@@ -192,7 +192,7 @@ Together run_together(const Problem& problem, const Plan& plan) {
 
 double Together::makespan_s(const Problem& problem) const {
   const std::vector<double> ends =
-      pipeline_ends(problem, offsets, ranks, seconds, num_ranks, num_parts);
+      pipeline_ends(problem, offsets, ranks, seconds, num_ranks, num_parts, recomputed);
   return *std::max_element(ends.begin(), ends.end());
 }
 

@@ -26,23 +26,26 @@ double latest(const double* ends, const std::vector<std::size_t>& members, std::
 class Ticks {
  public:
   Ticks(const Problem& problem, const std::vector<int32_t>& rank_offsets,
-        const std::vector<int32_t>& ranks, const std::vector<double>& seconds, int64_t num_ranks)
+        const std::vector<int32_t>& ranks, const std::vector<double>& seconds, int64_t num_ranks,
+        const std::vector<bool>& recomputed)
       : order_(problem),
         num_ranks_(index(num_ranks)),
         weights_(weights_of_rows(problem)),
         clocks_(num_ranks_ * order_.stages(), 0.0) {
     line_up(rank_offsets, ranks);
-    fill_positions(rank_offsets, ranks, seconds);
+    fill_positions(rank_offsets, ranks, seconds, recomputed);
   }
 
   std::vector<double> run() {
     order_.run(
         positions_.size(),
         [&](std::size_t position, std::size_t stage, std::size_t row) {
-          run_position(positions_[position], stage, weights_[row]);
+          Position& here = positions_[position];
+          run_position(here, here.forward_s, stage, weights_[row]);
         },
         [&](std::size_t position, std::size_t stage, std::size_t row) {
-          run_position(positions_[position], stage, 2 * weights_[row]);
+          Position& here = positions_[position];
+          run_position(here, here.backward_s, stage, weights_[row]);
         });
     std::vector<double> ends;  // the last backward is on the first stage
     for (const std::size_t line : line_of_rank_) ends.push_back(clocks_[line]);
@@ -52,6 +55,7 @@ class Ticks {
  private:
   struct Position {
     std::vector<double> forward_s;     // by line: all rows; 0 of padding
+    std::vector<double> backward_s;    // likewise
     std::vector<double> ends;          // by line: of its latest operation
     std::vector<std::size_t> members;  // lines of rings, ring after ring
     std::vector<std::size_t> rings;    // where each ring ends in them
@@ -73,6 +77,7 @@ class Ticks {
     for (std::size_t position = 0; position < most; ++position) {
       const std::size_t size = next[most - position];
       positions_[position].forward_s.assign(size, 0.0);
+      positions_[position].backward_s.assign(size, 0.0);
       positions_[position].ends.assign(size, 0.0);
     }
     line_of_rank_.resize(num_ranks_);
@@ -82,15 +87,17 @@ class Ticks {
   }
 
   void fill_positions(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks,
-                      const std::vector<double>& seconds) {
+                      const std::vector<double>& seconds, const std::vector<bool>& recomputed) {
     std::vector<std::size_t> done(num_ranks_, 0);
     for (std::size_t m = 0; m < seconds.size(); ++m) {
       const std::size_t first = index(rank_offsets[m]);
       const std::size_t last = index(rank_offsets[m + 1]);
       Position& position = positions_[done[index(ranks[first])]];
+      const PassTimes passes(seconds[m], m < recomputed.size() && recomputed[m]);
       for (std::size_t i = first; i < last; ++i) {
         const std::size_t line = line_of_rank_[index(ranks[i])];
-        position.forward_s[line] = seconds[m] / 3;
+        position.forward_s[line] = passes.forward_s;
+        position.backward_s[line] = passes.backward_s;
         if (last - first > 1) position.members.push_back(line);
         ++done[index(ranks[i])];
       }
@@ -98,8 +105,9 @@ class Ticks {
     }
   }
 
-  // Every micro-batch takes `passes` x its forward of all rows.
-  void run_position(Position& position, std::size_t stage, double passes) {
+  // Every micro-batch takes a row's share of its `seconds`, those of a pass.
+  void run_position(Position& position, const std::vector<double>& seconds, std::size_t stage,
+                    double share) {
     double* clocks = clocks_.data() + stage * num_ranks_;
     double* ends = position.ends.data();
     const std::size_t num = position.ends.size();
@@ -109,8 +117,8 @@ class Ticks {
       const double start = latest(ends, position.members, begin, end);
       for (; begin < end; ++begin) ends[position.members[begin]] = start;
     }
-    const double* forward_s = position.forward_s.data();
-    for (std::size_t i = 0; i < num; ++i) clocks[i] = ends[i] += passes * forward_s[i];
+    const double* pass_s = seconds.data();
+    for (std::size_t i = 0; i < num; ++i) clocks[i] = ends[i] += share * pass_s[i];
   }
 
   TickOrder order_;
@@ -146,18 +154,21 @@ int64_t group_size(const Problem& problem) {
 
 std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
-                                  const std::vector<double>& seconds, int64_t num_ranks) {
-  return Ticks(problem, rank_offsets, ranks, seconds, num_ranks).run();
+                                  const std::vector<double>& seconds, int64_t num_ranks,
+                                  const std::vector<bool>& recomputed) {
+  return Ticks(problem, rank_offsets, ranks, seconds, num_ranks, recomputed).run();
 }
 
 std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<int32_t>& num_parts) {
+                                  const std::vector<int32_t>& num_parts,
+                                  const std::vector<bool>& recomputed) {
   const bool is_whole = std::all_of(num_parts.begin(), num_parts.end(),
                                     [](int32_t parts) { return parts == 1; });
-  return is_whole ? pipeline_ends(problem, rank_offsets, ranks, seconds, num_ranks)
-                  : streamed_ends(problem, rank_offsets, ranks, seconds, num_ranks, num_parts);
+  return is_whole ? pipeline_ends(problem, rank_offsets, ranks, seconds, num_ranks, recomputed)
+                  : streamed_ends(problem, rank_offsets, ranks, seconds, num_ranks, num_parts,
+                                  recomputed);
 }
 
 }  // namespace hdp

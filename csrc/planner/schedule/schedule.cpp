@@ -39,7 +39,10 @@ bool in_one_node(Span ring, int64_t per_node) {
 class RingTime {
  public:
   RingTime(const Problem& problem, const Plan& plan, int64_t m)
-      : problem_(problem), ring_(plan.ring(m)), num_parts_(plan.parts(m)) {
+      : problem_(problem),
+        ring_(plan.ring(m)),
+        num_parts_(plan.parts(m)),
+        num_forwards_(plan.is_recomputed(m) ? 2 : 1) {
     for (const SequenceId id : plan.sharded(m)) sum_.add(problem, id, degree());
     if (num_parts_ > 1 && degree() > 1) {
       std::vector<double> lengths;
@@ -61,11 +64,13 @@ class RingTime {
     const double speed = problem_.speed(rank);
     const double attention = sum_.attention_s / d / speed;
     const double exposed =
-        sizes_.empty() ? exposed_s(problem_.cost, degree(), sum_.tokens, attention, one_node_)
-                       : exposed_s(problem_.cost, degree(), sizes_, attention, one_node_);
+        sizes_.empty()
+            ? exposed_s(problem_.cost, degree(), sum_.tokens, attention, one_node_, num_forwards_)
+            : exposed_s(problem_.cost, degree(), sizes_, attention, one_node_, num_forwards_);
     const double overhead = fixed_s(problem_.cost, degree(), sum_.tokens, num_parts_) +
                             merge_s(problem_.cost, degree(), sum_.tokens);
-    return (sum_.compute_s / d + local_s + overhead) / speed + exposed;
+    const double computed = (sum_.compute_s / d + local_s + overhead) / speed;
+    return (num_forwards_ == 2 ? kComputedTwice * computed : computed) + exposed;
   }
 
   // Seconds of the slowest member without locals.
@@ -80,6 +85,7 @@ class RingTime {
   const Problem& problem_;
   Span ring_;
   int64_t num_parts_;
+  double num_forwards_;
   Sum sum_;
   std::vector<PartSize> sizes_;  // of a ring in parts
   bool one_node_ = true;
@@ -168,7 +174,7 @@ PipelineRun run_pipeline(const Problem& problem, const Plan& plan) {
   std::vector<double> seconds;
   run.schedule = sum_of_loads(problem, plan, [&](int64_t, double s) { seconds.push_back(s); });
   run.ends = pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds, problem.num_ranks,
-                           plan.num_parts);
+                           plan.num_parts, plan.recomputed);
   run.schedule.makespan_s = *std::max_element(run.ends.begin(), run.ends.end());
   return run;
 }

@@ -77,24 +77,37 @@ int64_t first_misplaced(const Problem& problem, const Plan& plan);
 int64_t group_size(const Problem& problem);
 
 // When each rank ends, if micro-batch m, on ranks [offsets[m], offsets[m + 1]), takes seconds[m]
-// over all stages, a third of it forward. Every micro-batch must stand at one position. The ranks
+// over all stages, a third of it forward, or a quarter if it is recomputed. Every micro-batch must stand at one position. The ranks
 // may be fewer or others than the problem's, of which only stages, chunks and weights count.
 std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
-                                  const std::vector<double>& seconds, int64_t num_ranks);
+                                  const std::vector<double>& seconds, int64_t num_ranks,
+                                  const std::vector<bool>& recomputed = {});
 
 // The same of micro-batches that run in so many parts each; if none is given, all run whole.
 std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<int32_t>& num_parts);
+                                  const std::vector<int32_t>& num_parts,
+                                  const std::vector<bool>& recomputed);
 
 // That of parts: of equal time, they pass from stage to stage, forward in order, backward in
 // reverse.
 std::vector<double> streamed_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<int32_t>& num_parts);
+                                  const std::vector<int32_t>& num_parts,
+                                  const std::vector<bool>& recomputed);
+
+// The two passes of a micro-batch that takes so long.
+struct PassTimes {
+  PassTimes(double seconds, bool recomputed)
+      : forward_s(seconds / (recomputed ? 4 : 3)),
+        backward_s((recomputed ? 3 : 2) * forward_s) {}
+
+  double forward_s;
+  double backward_s;
+};
 
 // The problem's row_weights, equal ones if it has none.
 std::vector<double> weights_of_rows(const Problem& problem);
@@ -108,6 +121,7 @@ struct Together {
   std::vector<double> seconds;              // of the slowest
   std::vector<int32_t> num_parts;           // the most of any
   std::vector<std::size_t> of_micro_batch;  // index into these, of each of the plan's
+  std::vector<bool> recomputed;             // as in Plan; empty where ranks share experts
 
   double makespan_s(const Problem& problem) const;  // of pipelines
 };

@@ -14,7 +14,8 @@ class Streams {
  public:
   Streams(const Problem& problem, const std::vector<int32_t>& rank_offsets,
           const std::vector<int32_t>& ranks, const std::vector<double>& seconds,
-          int64_t num_ranks, const std::vector<int32_t>& num_parts)
+          int64_t num_ranks, const std::vector<int32_t>& num_parts,
+          const std::vector<bool>& recomputed)
       : order_(problem),
         num_ranks_(index(num_ranks)),
         weights_(weights_of_rows(problem)),
@@ -22,6 +23,7 @@ class Streams {
         ranks_(ranks),
         seconds_(seconds),
         num_parts_(num_parts),
+        recomputed_(recomputed),
         clocks_(order_.stages() * num_ranks_, 0.0) {
     std::vector<std::size_t> counts(num_ranks_, 0);
     for (std::size_t m = 0; m < seconds.size(); ++m) add(m, counts);
@@ -63,7 +65,8 @@ class Streams {
 
   void forward(std::size_t m, std::size_t stage, std::size_t row) {
     double clock = start_of(m, stage);
-    const double part_s = seconds_[m] / 3 * weights_[row] / static_cast<double>(num_parts_[m]);
+    const double part_s =
+        passes_of(m).forward_s * weights_[row] / static_cast<double>(num_parts_[m]);
     const auto first = at(ends_, first_part_[m]);
     for (auto end = first; end != first + num_parts_[m]; ++end) {
       *end = clock = std::max(clock, *end) + part_s;
@@ -74,13 +77,17 @@ class Streams {
   void backward(std::size_t m, std::size_t stage, std::size_t row) {
     double clock = start_of(m, stage);
     const double part_s =
-        2 * seconds_[m] / 3 * weights_[row] / static_cast<double>(num_parts_[m]);
+        passes_of(m).backward_s * weights_[row] / static_cast<double>(num_parts_[m]);
     const bool is_fed = row + 1 < order_.rows();  // else its forward, which has ended
     const auto first = at(ends_, first_part_[m]);
     for (auto end = first + num_parts_[m]; end-- != first;) {
       *end = clock = (is_fed ? std::max(clock, *end) : clock) + part_s;
     }
     leave(m, stage, clock);
+  }
+
+  PassTimes passes_of(std::size_t m) const {
+    return {seconds_[m], m < recomputed_.size() && recomputed_[m]};
   }
 
   double start_of(std::size_t m, std::size_t stage) const {
@@ -104,6 +111,7 @@ class Streams {
   std::vector<int32_t> ranks_;
   std::vector<double> seconds_;
   std::vector<int32_t> num_parts_;
+  std::vector<bool> recomputed_;
   std::vector<double> clocks_;                       // by stage, then rank
   std::vector<std::vector<std::size_t>> positions_;  // their micro-batches
   std::vector<std::size_t> first_part_;              // of each micro-batch, in `ends_`
@@ -115,8 +123,9 @@ class Streams {
 std::vector<double> streamed_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<int32_t>& num_parts) {
-  return Streams(problem, rank_offsets, ranks, seconds, num_ranks, num_parts).run();
+                                  const std::vector<int32_t>& num_parts,
+                                  const std::vector<bool>& recomputed) {
+  return Streams(problem, rank_offsets, ranks, seconds, num_ranks, num_parts, recomputed).run();
 }
 
 }  // namespace hdp

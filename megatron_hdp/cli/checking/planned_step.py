@@ -86,6 +86,7 @@ def run_setting(
         slice_multiple=arguments.hdp_slice_multiple,
         sequence_parts=arguments.sequence_parts,
         streams=arguments.streams,
+        recompute=arguments.hdp_recompute,
         offload=arguments.hdp_offload,
         **others,
     )

@@ -68,6 +68,8 @@ class RankMicroBatch:
     """In the order of their tokens; empty where it runs whole."""
     is_stream: bool = False
     """Whether they keep only keys and values, and are computed again in backward."""
+    is_recomputed: bool = False
+    """Whether it keeps the inputs of layers alone, and backward computes them again."""
     sequence_ids: tuple[int, ...] = ()
     """Places in the step's sequences, ring slices first, then whole sequences."""
     sources: tuple[int, ...] = ()
@@ -233,6 +235,7 @@ def read_micro_batch(
         local_lengths=tuple(size for part in parts for size in part.local_lengths),
         parts=tuple(part.told() for part in parts) if len(parts) > 1 else (),
         is_stream=bool(share.streams[slot]),
+        is_recomputed=bool(share.recomputed[slot]),
         sequence_ids=tuple(share.ids[begin:end].tolist()),
         sources=tuple(share.sources[begin:end].tolist()),
         index=None if share.indices[slot] == PADDING else int(share.indices[slot]),

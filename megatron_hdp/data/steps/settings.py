@@ -37,6 +37,8 @@ class PlanSettings:
     """In which a micro-batch may run."""
     streams: bool = False
     """Whether sequences may run as streams."""
+    recompute: str = "off"
+    """Whether sequences may be recomputed in backward: auto or off."""
     window: int | None = None
     """Tokens that a query sees in layers with a window, for a step's sums; no plan asks for it."""
 
@@ -62,6 +64,7 @@ class PlanSettings:
             expert_parallel_size=self.lockstep_ranks,
             sequence_parts=self.sequence_parts,
             streams=self.streams,
+            recompute=self.recompute,
             offload=self.offload,
         )
 

@@ -54,6 +54,8 @@ class RankShare:
     """Parts of padding behind them, see `planner.lockstep.padding_parts`."""
     streams: Int64Array
     """1 where they are those of a stream, else 0, see `planner.lockstep.streams_of`."""
+    recomputed: Int64Array
+    """1 where the micro-batch is recomputed in backward, layer by layer, else 0."""
     offload_ratios: Float64Array
     ring_offsets: Int64Array
     ring: Int64Array
@@ -160,6 +162,7 @@ class StepShares:
         num_parts = parts_of(plan, indices)
         of_padding = np.concatenate([self._padding_parts[rank] for rank in ranks])
         streams = np.concatenate([self._streams[rank] for rank in ranks])
+        recomputed = np.where(is_padding, 0, plan.is_recomputed[m].astype(np.int64))
 
         slot_offsets, of_rings, of_ids = _offsets(counts), _offsets(sizes), _offsets(totals)
         shares = []
@@ -177,6 +180,7 @@ class StepShares:
                     num_parts=num_parts[here],
                     padding_parts=of_padding[here],
                     streams=streams[here],
+                    recomputed=recomputed[here],
                     offload_ratios=ratios[here],
                     ring_offsets=of_rings[begin : end + 1] - of_rings[begin],
                     ring=ring[of_rings[begin] : of_rings[end]],
@@ -222,7 +226,7 @@ def work_of(share: RankShare, cost_model: CostModel, num_stages: int = 1) -> Flo
     owners = np.repeat(slots, counts)
     is_sharded = np.arange(len(owners)) - share.offsets[owners] < share.num_sharded[owners]
     parts = np.where(is_sharded, degrees[owners], 1)
-    times = 1 + share.streams / 3  # a third is forward, which streams run twice
+    times = 1 + (share.streams + share.recomputed) / 3  # a third is forward, which runs twice
     attention = float((attention_s(share.lengths, cost_model) / parts * times[owners]).sum())
     linear = cost_model.linear_s_per_token * float((share.lengths / parts * times[owners]).sum())
     has_local = (degrees > 1) & (counts > share.num_sharded)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
@@ -130,6 +131,7 @@ class ModelPass:
         with (
             self.offload.micro_batch(ratio, layout.num_tokens) as stash,
             emptied_kept(stash),
+            recomputing(model if is_saved and micro_batch.is_recomputed else None),
         ):
             # the last stage's loss or logits, else activations for the next stage
             output = model(
@@ -196,6 +198,33 @@ def arrays_of(micro_batch: RankMicroBatch) -> Arrays:
         "further_labels": micro_batch.further_labels,
         "further_mask": micro_batch.further_mask,
     }
+
+
+@contextmanager
+def recomputing(model: torch.nn.Module | None) -> Iterator[None]:
+    """Within it a forward through a model chunk keeps the inputs of its layers alone.
+
+    Megatron asks its configuration when a stack of layers runs, and what that saves knows by itself
+    what to run in backward. Modules that selective recomputation runs again know since they were
+    built; inside of a layer that is run again they do nothing else.
+    """
+    if model is None:
+        yield
+        return
+    wanted: dict[str, Any] = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    config = get_attr_wrapped_model(model, "decoder").config
+    found = {name: getattr(config, name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in found.items():
+            setattr(config, name, value)
 
 
 @contextmanager

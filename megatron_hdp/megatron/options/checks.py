@@ -171,6 +171,7 @@ def check_layout(args: TrainingArguments) -> None:
 
     _check_parts(args)
     _check_streams(args)
+    _check_recompute(args)
     drawn = "--hdp-trace" if args.hdp_trace else "--hdp-plot-plan" if args.hdp_plot_plan else None
     if stages > 1 and drawn and args.hdp_strategy not in ON_PIPELINES:
         raise OptionError(
@@ -193,6 +194,28 @@ def _check_parts(args: TrainingArguments) -> None:
             f"--hdp-sequence-parts {args.hdp_sequence_parts}: found --hdp-strategy "
             f"{args.hdp_strategy}, which does not work together with micro-batches in parts: leave "
             "one of them out"
+        )
+
+
+_RECOMPUTING = (AUTO, "dp-balance", "pp-balance")
+"""Strategies that plan recomputation."""
+
+
+def _check_recompute(args: TrainingArguments) -> None:
+    """Checks which options work together with recomputation that is planned."""
+    if args.hdp_recompute == "off":
+        return
+    ranks = expert_domain_size(args)
+    refused = {
+        "--recompute-granularity full, which recomputes all": args.recompute_granularity == "full",
+        f"{ranks} HDP ranks that share experts": ranks > 1,
+        f"--hdp-strategy {args.hdp_strategy}": args.hdp_strategy not in _RECOMPUTING,
+    }
+    found = [name for name, is_found in refused.items() if is_found]
+    if found:
+        raise OptionError(
+            f"--hdp-recompute {args.hdp_recompute}: found {found[0]}; they do not work together: "
+            "leave one of them out"
         )
 
 

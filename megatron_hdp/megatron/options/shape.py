@@ -27,7 +27,7 @@ from megatron_hdp.megatron.options.position_checks import check_positions, layer
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.channels import Nccl, following
-from megatron_hdp.planner.memory import Job, kept_after_forward
+from megatron_hdp.planner.memory import Job, input_share, kept_after_forward
 from megatron_hdp.planner.online import speeds_in
 from megatron_hdp.planner.shape import (
     Attention,
@@ -249,6 +249,8 @@ def cost_model_of_job(
             activation_bytes_per_token=kept,
         )
         found = replace(found, num_layers=planned_layers(arguments))
+    if arguments.hdp_recompute == "auto" and not found.input_share:
+        found = replace(found, input_share=input_share(job, found.num_layers))
     found = following(found, nccl, job.hdp_ranks, job.tensor_ranks)
     if arguments.hdp_rank_speeds is None:
         return found

@@ -80,6 +80,7 @@ def plan_settings(
         stage_weights=planned_weights(arguments, vocabulary) or (),
         sequence_parts=arguments.sequence_parts,
         streams=arguments.streams,
+        recompute=arguments.hdp_recompute,
         window=model_shape(arguments, vocabulary).window,
     )
 

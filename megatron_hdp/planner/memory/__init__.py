@@ -4,6 +4,7 @@ Design: `docs/design/memory.md`.
 """
 
 from megatron_hdp.planner.memory.activations import (
+    input_share,
     kept_after_forward,
     kept_of_further,
     kept_of_part,
@@ -33,6 +34,7 @@ __all__ = [
     "StageMemory",
     "copies_bytes",
     "fullest_stage",
+    "input_share",
     "kept_after_forward",
     "kept_of_further",
     "kept_of_part",

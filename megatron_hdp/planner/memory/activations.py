@@ -162,6 +162,22 @@ def kept_of_part(job: Job, part: Sequence[Layer]) -> float:
     return sum(_whole(job, part))
 
 
+def input_share(job: Job, num_layers: int) -> float:
+    """`CostModel.input_share` for so many layers of a stage: at least what any stage needs.
+
+    What a recomputed micro-batch holds at its fullest, the inputs of its layers and the largest
+    layer whole, is less than that and a layer of the mean size then.
+    """
+    again = replace(job, recompute="full", recompute_method="uniform", recompute_num_layers=1)
+    shares = [
+        (kept_of_part(again, part) + recomputed_bytes(again, number % job.stages))
+        / kept_of_part(job, part)
+        for number, part in enumerate(job.parts)
+        if part
+    ]
+    return max(1e-6, max(shares) - 1 / num_layers)
+
+
 def keys_of_part(job: Job, part: Sequence[Layer]) -> float:
     """Bytes of one token that these layers hold beside it for later parts of its micro-batch.
 

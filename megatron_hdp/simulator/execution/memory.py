@@ -77,17 +77,22 @@ class MemoryCosts:
         )
 
     def resident_bytes(
-        self, tokens: Int64Array, ratios: Float64Array, pipeline: Pipeline, row_layers: Int64Array
+        self,
+        tokens: Int64Array,
+        ratios: Float64Array,
+        shares: Float64Array,
+        pipeline: Pipeline,
+        row_layers: Int64Array,
     ) -> Float64Array:
         """Activations of micro-batches between forward and backward, on the device.
 
-        Tokens and offload ratios are those of micro-batches; the result has the shape
-        (rows, micro-batches).
+        Tokens, offload ratios and shares that recomputation leaves are those of micro-batches; the
+        result has the shape (rows, micro-batches).
         """
         leaving = lanes.leaving_of_rows(row_layers, pipeline)
         share_leaving = leaving / np.maximum(1, row_layers)
         whole: Float64Array = np.outer(self.row_bytes_per_token, tokens)
-        resident: Float64Array = whole * (1 - np.outer(share_leaving, ratios))
+        resident: Float64Array = whole * (1 - np.outer(share_leaving, ratios)) * shares
         return resident + np.outer(self.row_keys_per_token, tokens)
 
     def working_bytes(self, stage: int, tokens: Int64Array) -> Float64Array:
@@ -120,6 +125,7 @@ def trace_of(
     lists: RankLists,
     tokens: Int64Array,
     ratios: Float64Array,
+    shares: Float64Array,
     starts_s: tuple[Float64Array, Float64Array],
     ends_s: tuple[Float64Array, Float64Array],
     pipeline: Pipeline,
@@ -127,10 +133,12 @@ def trace_of(
 ) -> MemoryTrace:
     """Memory of the fullest rank and stage, the first of several that are equal.
 
-    Tokens are those of each entry of the lists, ratios those of each micro-batch and padding;
+    Tokens are those of each entry of the lists, ratios and shares those of each micro-batch and
+    padding;
     starts and ends are of forwards and of backwards, ``[rows, micro-batches]``.
     """
-    resident = costs.resident_bytes(tokens, ratios[lists.micro_batches], pipeline, row_layers)
+    of_lists = ratios[lists.micro_batches], shares[lists.micro_batches]
+    resident = costs.resident_bytes(tokens, *of_lists, pipeline, row_layers)
     fullest = _fullest_of(costs, lists, tokens, len(ratios), resident, pipeline)
     own, row = fullest.passes, fullest.passes.chunk * pipeline.stages + fullest.stage
     begin, end = (

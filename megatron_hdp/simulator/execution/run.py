@@ -51,6 +51,7 @@ class Setting:
     slice_multiple: int = 1
     sequence_parts: int = 1
     streams: bool = False
+    recompute: str = "off"
     offload: str = "off"
     machine: Machine = field(default_factory=Machine)
     job: Job | None = None
@@ -79,6 +80,7 @@ class Setting:
             expert_parallel_size=self.lockstep_ranks,
             sequence_parts=self.sequence_parts,
             streams=self.streams,
+            recompute=self.recompute,
             offload=self.offload,
         )
 

@@ -187,11 +187,13 @@ def execute(
     np.add.at(busy_s, plan.ranks, times.own_s / pipeline.stages)
     trace = None
     if memory is not None:
+        resident = np.where(plan.is_recomputed, plan.recomputed_share, 1.0)
         trace = trace_of(
             memory,
             launches.lists,
             by_list(plan, launches, times.tokens),
             np.concatenate([plan.offload_ratios, np.zeros(len(launches.padding_ranks))]),
+            np.concatenate([resident, np.ones(len(launches.padding_ranks))]),
             (starts.forward_start_s, starts.backward_start_s),
             (starts.forward_end_s, starts.backward_end_s),
             pipeline,

@@ -5,7 +5,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
 from megatron_hdp.planner.flat_plan import pieces
@@ -108,7 +108,8 @@ def times_of(
         factors = disturbance.factors(step, run.start + owners, plan.ranks[work.members])
         turns = _Turns.of(plan, run, work, cost_model)
         blocks_s = _blocks_s(plan, run, work, cost_model, pipeline.stages, speeds)
-        _passes(found, run, work, turns, blocks_s, pipeline, factors)
+        recomputed = plan.is_recomputed[run]
+        _passes(found, run, work, turns, blocks_s, pipeline, factors, recomputed)
         found.tokens[work.members] = tokens
         found.most_tokens[run] = np.maximum.reduceat(tokens, work.first_members)
     _add_copies(found, plan, cost_model, pipeline, row_layers)
@@ -129,15 +130,20 @@ def _passes(
     blocks_s: Float64Array,
     pipeline: Pipeline,
     factors: Float64Array | None,
+    recomputed: BoolArray,
 ) -> None:
-    """Both passes of a run of micro-batches: three parts of compute, then the ring's turns."""
+    """Both passes of a run of micro-batches: three parts of compute, then the ring's turns.
+
+    Backward of what is recomputed begins with one more forward.
+    """
     of, members, count = turns.micro_batch, turns.member, work.num_members[turns.micro_batch]
     factor = np.ones(len(work.attention_s)) if factors is None else factors
     # blocks take as long backward as forward; of local_s and fixed_s they are a part
     smooth = work.linear_s + work.local_s + work.fixed_s - blocks_s
     own = np.zeros(len(factor))
     passes = []
-    for share in (_FORWARD, _BACKWARD):
+    twice = recomputed[of]
+    for share, times in ((_FORWARD, 1 + twice), (_BACKWARD, np.ones(len(of)))):
         lead = (factor * (share * smooth + blocks_s / 2))[members]
         lead = lead / np.repeat(turns.num_parts, count)
         attention = (factor * share * work.attention_s)[members]
@@ -146,15 +152,18 @@ def _passes(
         hop = share * work.transfer_s[of] * turns.sent / hops + work.hop_s[of]
         seconds = np.zeros(len(work.num_members))
         np.add.at(seconds, of, rings.pass_s(count, lead, step, hop))
-        np.add.at(own, members, rings.own_pass_s(count, lead, step, hop))
+        own_s = rings.own_pass_s(count, lead, step, hop)
+        np.add.at(own, members, own_s * np.repeat(times, count))
         most = np.maximum.reduceat(step, np.cumsum(count) - count)
-        exposed = (count - 1) * np.maximum(0.0, hop - most)
+        exposed = times * (count - 1) * np.maximum(0.0, hop - most)
         found.exposed_s[run] += np.bincount(of, exposed, len(seconds))
         passes.append(seconds)
     weights = pipeline.row_weights
+    passes[1] += np.where(recomputed, passes[0], 0.0)
     found.forward_s[:, run], found.backward_s[:, run] = (np.outer(weights, one) for one in passes)
     found.own_s[work.members] = own
     found.ring_bytes[run] = work.ring_bytes * np.bincount(of, turns.sent, len(seconds))
+    found.ring_bytes[run] *= np.where(recomputed, 1 + _FORWARD, 1.0)
 
 
 def _blocks_s(

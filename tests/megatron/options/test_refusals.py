@@ -94,6 +94,18 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
                 (f"{PP} --num-layers 8", "--pipeline-model-parallel-size"),
             )
         ),
+        *(
+            (f"--hdp-recompute auto {more}", f"--hdp-recompute auto: found {found}")
+            for more, found in (
+                (f"{FULL} uniform --recompute-num-layers 1", "--recompute-granularity full"),
+                ("--hdp-strategy naive", "--hdp-strategy naive"),
+                (
+                    "--num-experts 8 --disable-bias-linear --expert-model-parallel-size 4 "
+                    "--moe-token-dispatcher-type alltoall",
+                    "4 HDP ranks that share experts",
+                ),
+            )
+        ),
         ("--hdp-sequence-parts 4", "--hdp-sequence-parts 4 has no effect without --pipeline"),
         *(
             (f"--hdp-sequence-parts 4 {PP} --num-layers 8 {more}", f"parts 4: found {found}")
@@ -276,6 +288,7 @@ def test_what_would_depend_on_the_plan_is_refused_with_hdp_only(flags, message):
         f"--mtp-num-layers 2 {PP} --untie-embeddings-and-output-weights",
         f"--mtp-num-layers 2 {FULL} uniform --recompute-num-layers 1",
         "--mtp-num-layers 2 --num-layers 4 --hdp-offload auto",
+        "--hdp-recompute auto --recompute-granularity selective",
         f"--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 {YARN}",
     ],
 )

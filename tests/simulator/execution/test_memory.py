@@ -50,6 +50,14 @@ def test_what_left_for_the_host_is_not_here() -> None:
     assert 130.0 in trace.num_bytes.tolist()
 
 
+def test_what_is_recomputed_is_hardly_here() -> None:
+    plan = plan_of([[0], [0]], lengths=[10, 9])
+    plan = dataclasses.replace(plan, recomputed=[True, False], recomputed_share=0.3)
+    trace = execute(plan, COSTS, row_layers=(4,), memory=bytes_of(4)).memory
+    assert trace is not None
+    assert sorted(set(trace.num_bytes.tolist())) == [100.0, 112.0, 136.0]
+
+
 JOB = dataclasses.replace(
     job_of(8, 512, 128_256, num_gpus=16, tensor_ranks=2, stages=2, tokens_per_rank=8192),
     sequence_parallel=True,
@@ -65,7 +73,8 @@ def test_of_a_job_it_is_the_memory_of_check(tokens: int, chunks: int) -> None:
         alive = job.alive(stage)
         pipeline = Pipeline(2, chunks)
         layers = np.full(pipeline.rows, JOB.shape.num_layers // pipeline.rows)
-        rows = costs.resident_bytes(np.array([8192]), np.array([0.0]), pipeline, layers)
+        of_one = np.array([8192]), np.array([0.0]), np.array([1.0])
+        rows = costs.resident_bytes(*of_one, pipeline, layers)
         one = rows[stage::2].sum()
         found = costs.fixed_bytes[stage] + alive * one
         found += costs.working_bytes(stage, np.array([tokens]))[0]

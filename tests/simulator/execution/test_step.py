@@ -87,13 +87,19 @@ def test_with_stages_it_is_the_evaluation(
 def test_parts_pass_the_stages_as_the_evaluation_says(
     problem: Problem, stages: int, seed: int
 ) -> None:
-    """Random numbers of parts, with hops, launches and traffic by part."""
+    """Random numbers of parts, some recomputed, with hops, launches and traffic by part."""
     if problem.cost_model not in THIRDS:
         problem = dataclasses.replace(problem, cost_model="network-bound")
     problem = dataclasses.replace(problem, speeds=())
     whole = problem.plan("pp-balance", pipeline_stages=stages)
-    parts = np.random.default_rng(seed).integers(1, 6, whole.num_micro_batches)
-    plan = dataclasses.replace(whole, num_parts=parts, linear_tokens=float(seed))
+    draw = np.random.default_rng(seed)
+    parts = draw.integers(1, 6, whole.num_micro_batches)
+    plan = dataclasses.replace(
+        whole,
+        num_parts=parts,
+        linear_tokens=float(seed),
+        recomputed=draw.random(len(parts)) < 0.3 * (seed % 2),
+    )
     model = dataclasses.replace(problem.model, query_ratio=0.7 * (seed % 3))
     expected = evaluate(plan, model, stages)
     run = execute(plan, model, pipeline=Pipeline(stages))
