@@ -60,7 +60,6 @@ import orjson
 from numpy.typing import ArrayLike
 
 from megatron_hdp.arrays import Float64Array, Int64Array
-from megatron_hdp.planner.cost_function import LONGEST, checked_costs, sampled_lengths
 from megatron_hdp.planner.json_fields import read_fields
 
 # Bytes that one layer keeps of one token and hidden channel in BF16, without recomputation and
@@ -71,23 +70,17 @@ _ACTIVATION_BYTES = 34
 _VALUE_BYTES, _HEAD_CHANNELS = 2, 128
 
 _MAY_BE_ZERO = (
-    "a",
-    "b",
-    "kv_bytes_per_token",
-    "g",
-    "activation_bytes_per_token",
-    "attention_b",
-    "b_experts",
-    "block_s",
-    "intra_node_hop_s",
-    "inter_node_hop_s",
-    "merge_b",
-    "window_share",
-    "halo_bytes",
-    "query_ratio",
-    "input_share",
-    "runtime_bytes",
+    *("a", "b", "kv_bytes_per_token", "g", "activation_bytes_per_token", "attention_b"),
+    *("b_experts", "block_s", "intra_node_hop_s", "inter_node_hop_s", "merge_b", "window_share"),
+    *("halo_bytes", "query_ratio", "input_share", "runtime_bytes"),
 )
+
+_LONGEST = 2**40
+"""The planner takes no longer sequence."""
+_EVERY_LENGTH = 64
+"""A function of the length is sampled at every length up to this one."""
+_SAMPLING_RATIO = 1.02
+"""And from there on at lengths so far apart: a line between them misses s^2 by 1e-4 of it."""
 
 
 class AttentionTable(NamedTuple):
@@ -203,10 +196,10 @@ class CostModel:
 
     def _check_window(self) -> None:
         window = self.window_tokens
-        if type(window) is not int or not 0 <= window <= LONGEST:
+        if type(window) is not int or not 0 <= window <= _LONGEST:
             raise ValueError(
                 f"cost model: window_tokens is {window!r}; expected an integer from 0 to "
-                f"{LONGEST:,}"
+                f"{_LONGEST:,}"
             )
         if self.window_share > 1:
             raise ValueError(
@@ -288,8 +281,8 @@ class CostModel:
                 numbers, or for some length one that is not finite, negative, or less than for a
                 shorter one.
         """
-        lengths = sampled_lengths(max_length)
-        seconds = checked_costs(cost(lengths.copy()), lengths)
+        lengths = _sampled_lengths(max_length)
+        seconds = _checked_costs(cost(lengths.copy()), lengths)
         b = float((np.diff(seconds, prepend=0.0) / np.diff(lengths, prepend=0)).min())
         # falls are rounding of the subtraction
         attention = np.maximum.accumulate(np.maximum(seconds - b * lengths, 0.0))
@@ -438,10 +431,10 @@ def _points(values: Any) -> tuple[tuple[int, float], ...]:
                 "[length, seconds]"
             )
         length = pair[0]
-        if type(length) is not int or not 1 <= length <= LONGEST:
+        if type(length) is not int or not 1 <= length <= _LONGEST:
             raise ValueError(
                 f"cost model: the length of entry {number} of attention_points is {length!r}; "
-                f"expected an integer from 1 to {LONGEST:,}"
+                f"expected an integer from 1 to {_LONGEST:,}"
             )
         seconds = _number(f"attention of {length:,} tokens", pair[1], zero_allowed=True)
         if length <= before:
@@ -458,6 +451,45 @@ def _points(values: Any) -> tuple[tuple[int, float], ...]:
         found.append((length, seconds))
         before, least = length, seconds
     return tuple(found)
+
+
+def _sampled_lengths(max_length: int) -> Int64Array:
+    if type(max_length) is not int or not 1 <= max_length <= _LONGEST:
+        raise ValueError(
+            f"max_length is {max_length!r}; expected an integer from 1 to {_LONGEST:,}"
+        )
+    lengths = list(range(1, min(max_length, _EVERY_LENGTH) + 1))
+    while lengths[-1] < max_length:
+        lengths.append(min(max_length, int(lengths[-1] * _SAMPLING_RATIO) + 1))
+    return np.array(lengths, dtype=np.int64)
+
+
+def _checked_costs(values: ArrayLike, lengths: Int64Array) -> Float64Array:
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the cost function returned a {type(values).__name__} of which numpy makes no array; "
+            f"expected numbers of shape {lengths.shape}: the seconds of each of the lengths that "
+            "it is given"
+        ) from error
+    if found.shape != lengths.shape or found.dtype.kind not in "fiu":
+        raise ValueError(
+            f"the cost function returned {found.dtype} of shape {found.shape}; expected numbers of "
+            f"shape {lengths.shape}: the seconds of each of the lengths that it is given"
+        )
+    seconds = found.astype(np.float64)
+    for length, now, before in zip(lengths, seconds, [0.0, *seconds[:-1]], strict=True):
+        if not 0 <= now < math.inf:
+            wanted = "a finite number >= 0"
+        elif now < before:
+            wanted = f"at least {float(before)!r} s, which a shorter one takes"
+        else:
+            continue
+        raise ValueError(
+            f"the cost function returned {float(now)!r} s for {length:,} tokens; expected {wanted}"
+        )
+    return seconds
 
 
 LLAMA_7B = CostModel.from_model_shape(
