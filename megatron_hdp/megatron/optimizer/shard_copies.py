@@ -121,7 +121,11 @@ class ShardCopies:
             self.exposed = tuple(members[one] for one in exposed(hosts, keepers))
             kinds = {"keep": keeping(self._neighbours, members)}
             self._listener = Listener(_address(hosts), kinds, timeout_s)
-            addresses = _gathered(tuple(self._listener.address), place_group)
+            try:
+                addresses = _gathered(tuple(self._listener.address), place_group)
+            except BaseException:  # a rank that dies meanwhile ends the epoch
+                self._listener.close()
+                raise
             keeper = Address(*addresses[keepers[rank]])
         self._sender = Sender(self._own, shard.read, keeper, timeout_s)
 
