@@ -178,6 +178,7 @@ hdp::CostModel to_cost_model(const py::dict& given) {
   fields.take("halo_s", cost.halo_s);
   fields.take("query_ratio", cost.query_ratio);
   fields.take("input_share", cost.input_share);
+  fields.take("double_rings", cost.double_rings);
   const py::object lengths = fields.take("attention_lengths");
   cost.attention = to_table(lengths, fields.take("attention_seconds"));
   fields.end();

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import PIECE
+from megatron_hdp.planner.links import best_links
 
 
 def attention_s(lengths: Int64Array, cost_model: CostModel) -> Float64Array:
@@ -89,14 +90,6 @@ def sent_bytes(degrees: Float64Array, tokens: ArrayLike, cost_model: CostModel) 
     return sent
 
 
-def links_of(in_one_node: ArrayLike, cost_model: CostModel) -> tuple[Float64Array, Float64Array]:
-    """Bandwidth of a ring's members, and the latency of a hop in one layer."""
-    return (
-        np.where(in_one_node, cost_model.intra_node_bytes_per_s, cost_model.inter_node_bytes_per_s),
-        np.where(in_one_node, cost_model.intra_node_hop_s, cost_model.inter_node_hop_s),
-    )
-
-
 def exposed_s(
     degrees: Float64Array,
     transfer: Float64Array,
@@ -147,18 +140,9 @@ def own_times_s(
     num_parts = np.asarray(parts, dtype=np.float64)[..., None]
     speeds = np.sort(speeds_of(cost_model, num_ranks))[::-1]
     degrees = np.arange(1, num_ranks + 1, dtype=np.float64)
-    in_a_node = degrees <= cost_model.ranks_per_node
-    bandwidth = np.where(
-        in_a_node,
-        max(cost_model.intra_node_bytes_per_s, cost_model.inter_node_bytes_per_s),
-        cost_model.inter_node_bytes_per_s,
-    )
-    hop = (cost_model.num_layers * pipeline_stages) * np.where(
-        in_a_node,
-        min(cost_model.intra_node_hop_s, cost_model.inter_node_hop_s),
-        cost_model.inter_node_hop_s,
-    )
-    transfer = sent_bytes(degrees, tokens, cost_model) / bandwidth
+    links = best_links(degrees, cost_model)
+    hop = cost_model.num_layers * pipeline_stages * links.hop_s
+    transfer = sent_bytes(degrees, tokens, cost_model) / links.bytes_per_s
     attention = attention_s(tokens, cost_model) / degrees
     compute = attention + cost_model.linear_s_per_token * tokens / degrees
     compute += merge_s(degrees, tokens / degrees, cost_model)

@@ -151,6 +151,9 @@ class CostModel:
     input_share: float = 0.0
     """Of a layer's activations the part that its input is, all that stays of it between forward and
     backward where micro-batches are recomputed; 0: not known, so that none is."""
+    double_rings: bool = False
+    """Whether rings of several nodes pass from one to the next on the links of all members of a
+    node (`planner.links`); else on one."""
     runtime_bytes: float = 0.0
     """Bytes of a GPU that PyTorch does not count, as measured: CUDA, libraries, NCCL; 0: not
     known. ``check`` counts with them, plans do not."""
@@ -177,6 +180,10 @@ class CostModel:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"cost model: {name} is {value!r}; expected an integer >= 1")
+        if type(self.double_rings) is not bool:
+            raise ValueError(
+                f"cost model: double_rings is {self.double_rings!r}; expected true or false"
+            )
         self._check_window()
         speeds = self.rank_speeds
         if not isinstance(speeds, list | tuple):

@@ -301,10 +301,12 @@ def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_
     speeds = speeds_of(cost_model, plan.num_ranks)
     for run in pieces(plan.rank_offsets, plan.sequence_offsets, plan.local_offsets):
         work = work_of(plan, cost_model, stages, speeds, run)
-        of_micro_batches = work.degrees, work.transfer_s, work.hop_s
-        degrees, transfer, hop = (np.repeat(each, work.num_members) for each in of_micro_batches)
+        of_micro_batches = work.degrees, work.transfer_s, work.hop_s, work.home_s
+        degrees, transfer, hop, home = (
+            np.repeat(one, work.num_members) for one in of_micro_batches
+        )
         forwards = np.repeat(np.where(plan.runs_twice[run], 2, 1), work.num_members)
-        exposed = exposed_s(degrees, transfer, hop, work.attention_s, num_forwards=forwards)
+        exposed = exposed_s(degrees, transfer, hop, work.attention_s, num_forwards=forwards) + home
         ring_bytes = work.ring_bytes
         if plan.recomputed is not None:
             ring_bytes = ring_bytes * np.where(plan.recomputed[run], _TWICE, 1.0)
@@ -346,7 +348,7 @@ def _go_in_parts(
         # on the host, keys of each earlier part go around by themselves, the first with our own
         sent, seen = shares_of_parts(sizes, 0.0 if on_host[m] else cost_model.query_ratio)
         passes = [max(1, earlier) if on_host[m] else 1 for earlier in range(len(sizes))]
-        exposed[members] = 0
+        exposed[members] = work.home_s[m] * sum(sent)
         for sent_share, seen_share, times in zip(sent, seen, passes, strict=True):
             exposed[members] += exposed_s(
                 work.degrees[m],

@@ -5,18 +5,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.arrays import AnyArray, BoolArray, Float64Array, Int64Array
+from megatron_hdp.arrays import AnyArray, Float64Array, Int64Array
 from megatron_hdp.planner.bounds import (
     attention_s,
     block_s,
     compute_s,
     fixed_s,
-    links_of,
     merge_s,
     sent_bytes,
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import counts_of, owners_of, span_of
+from megatron_hdp.planner.links import links_of, numbers_of_links
 from megatron_hdp.planner.types import Plan
 
 
@@ -44,6 +44,8 @@ class MemberWork(NamedTuple):
     """Of each micro-batch: what a member sends, latency left out; a third of it forward."""
     hop_s: Float64Array
     """Of each micro-batch: latency of a hop, in one pass."""
+    home_s: Float64Array
+    """Of each micro-batch: backward's last hop, so far as nothing hides it (`planner.links`)."""
     ring_bytes: Float64Array
     """Of each micro-batch: sent by all members."""
 
@@ -74,7 +76,8 @@ def work_of(
     tokens = _sums(owner, lengths, len(degrees))
     attention = _attention_sums(owner, lengths, len(degrees), cost_model)
     sent = sent_bytes(degrees, tokens, cost_model)
-    bandwidth, hop = links_of(_in_one_node(plan, run, cost_model.ranks_per_node), cost_model)
+    starts = plan.rank_offsets[run] - members.start
+    links = links_of(numbers_of_links(plan.ranks[members], starts, cost_model), cost_model)
 
     def each(value: Float64Array) -> Float64Array:
         """Of a micro-batch, for each of its members."""
@@ -83,7 +86,10 @@ def work_of(
     speed = speeds[plan.ranks[members]]
     linear = cost_model.linear_s_per_token * tokens / degrees
     linear += merge_s(degrees, tokens / degrees, cost_model)
-    fixed, hops_s = fixed_s(degrees, cost_model, stages), cost_model.num_layers * stages * hop
+    fixed, hops_s = (
+        fixed_s(degrees, cost_model, stages),
+        cost_model.num_layers * stages * links.hop_s,
+    )
     if plan.num_parts is not None:
         # a part's queries meet its own keys, then those of earlier parts, at every step
         parts = plan.num_parts[run].astype(np.float64)
@@ -101,8 +107,9 @@ def work_of(
         local_s=_local_times(plan, run, cost_model, stages) / speed,
         fixed_s=each(fixed) / speed,
         token_s=each(cost_model.linear_s_per_token / degrees) / speed,
-        transfer_s=sent / bandwidth,
+        transfer_s=sent / links.bytes_per_s,
         hop_s=hops_s,
+        home_s=tokens / degrees * cost_model.kv_bytes_per_token * links.home_s_per_byte,
         ring_bytes=(sent + np.where(degrees > 1, cost_model.halo_bytes, 0.0)) * degrees,
     )
 
@@ -136,14 +143,6 @@ def _local_times(plan: Plan, run: slice, cost_model: CostModel, stages: int) -> 
     blocks = np.repeat(plan.parts_of_each[run], counts_of(plan.rank_offsets, run))
     local_s[held] += blocks[held] * block_s(cost_model, stages)
     return local_s
-
-
-def _in_one_node(plan: Plan, run: slice, ranks_per_node: int) -> BoolArray:
-    members = span_of(plan.rank_offsets, run)
-    nodes = plan.ranks[members] // ranks_per_node
-    starts = plan.rank_offsets[run] - members.start
-    same: BoolArray = np.minimum.reduceat(nodes, starts) == np.maximum.reduceat(nodes, starts)
-    return same
 
 
 def _sums(keys: NDArray[np.integer[Any]], values: AnyArray, num_keys: int) -> Float64Array:

@@ -31,20 +31,52 @@ double merge_s(const CostModel& cost, int64_t degree, double tokens);
 // Whether a ring costs more by being wider: in blocks, in merging or in latency.
 bool width_costs(const CostModel& cost);
 
+// On how many links side by side a ring passes from node to node.
+struct Links {
+  int64_t number = 0;       // 0: it stays in one node
+  bool counts_home = true;  // false: of what no ring of this degree can beat
+};
+
+constexpr Links kOneNode{};
+
+// Those of a ring. Plain ones use one link. A double ring that is groups of m neighbours, each in one
+// node, uses m: what lies between is in the runtime, `double_ring.py`.
+Links links_of(const CostModel& cost, Span ring);
+
+// The same of neighbouring ranks.
+Links links_of_block(const CostModel& cost, int64_t first, int64_t degree);
+
+// Those of a ring in whole nodes, as far as its degree allows it; `across`: it leaves its node.
+Links likely_links(const CostModel& cost, int64_t degree);
+Links links_across(const CostModel& cost, int64_t degree);
+
+// What no ring of this degree can beat.
+Links best_links(const CostModel& cost, int64_t degree);
+
+// Bytes a second that each member sends.
+double bandwidth_of(const CostModel& cost, Links links);
+
+// Latency of a hop, all layers.
+double hop_s(const CostModel& cost, Links links);
+
 // Seconds that one rank of a ring sends, latency left out: K and V once forward, K, V and their
 // gradients backward, (degree - 1) / degree of the ring's tokens each.
-double transfer_s(const CostModel& cost, int64_t degree, double tokens, bool one_node);
+double transfer_s(const CostModel& cost, int64_t degree, double tokens, Links links);
+
+// What a double ring exposes besides: gradients go home to another node in one piece, not in as many
+// as there are links.
+double home_s(const CostModel& cost, int64_t degree, double tokens, Links links);
 
 // Seconds of traffic that attention does not hide on a member of a ring of so many tokens, which
 // takes `attention_s` for its share. It has degree - 1 hops in each pass and the same attention in
 // each step, a third of it forward; a hop hides under the step before it.
 // `num_forwards`: 2 if it is computed again in backward.
 double exposed_s(const CostModel& cost, int64_t degree, double tokens, double attention_s,
-                 bool one_node, double num_forwards = 1);
+                 Links links, double num_forwards = 1);
 
 // Seconds of one sequence that has a ring to itself, its exposed traffic included, fixed_s left
 // out. `speed` is that of the slowest member.
-double ring_s(const CostModel& cost, int64_t length, int64_t degree, bool one_node,
+double ring_s(const CostModel& cost, int64_t length, int64_t degree, Links links,
               double speed = 1);
 
 // The least number of ranks, a fraction perhaps, on which compute, blocks and merging of a sequence

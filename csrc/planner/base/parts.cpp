@@ -74,13 +74,13 @@ double traffic_tokens(const PartSize& size, double query_ratio) {
 }
 
 double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
-                 double attention_s, bool one_node, double num_forwards) {
+                 double attention_s, Links links, double num_forwards) {
   double squares = 0;
   for (const PartSize& size : sizes) squares += size.squares;
   double seconds = 0;
   for (const PartSize& size : sizes) {
     seconds += exposed_s(cost, degree, traffic_tokens(size, cost.query_ratio),
-                         attention_s * (size.squares / squares), one_node, num_forwards);
+                         attention_s * (size.squares / squares), links, num_forwards);
   }
   return seconds;
 }
@@ -96,24 +96,24 @@ double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num
 }
 
 double ring_s(const CostModel& cost, int64_t length, int64_t degree,
-              const std::vector<PartSize>& sizes, bool one_node) {
+              const std::vector<PartSize>& sizes, Links links) {
   const auto num_parts = static_cast<int64_t>(sizes.size());
   const auto tokens = static_cast<double>(length);
   const double fixed = fixed_s(cost, degree, tokens, num_parts);
-  if (num_parts == 1 || degree == 1) return ring_s(cost, length, degree, one_node) + fixed;
+  if (num_parts == 1 || degree == 1) return ring_s(cost, length, degree, links) + fixed;
   const auto d = static_cast<double>(degree);
   return compute_s(cost, length) / d + merge_s(cost, degree, tokens) + fixed +
-         exposed_s(cost, degree, sizes, attention_s(cost, length) / d, one_node);
+         exposed_s(cost, degree, sizes, attention_s(cost, length) / d, links);
 }
 
 double recomputed_ring_s(const CostModel& cost, int64_t length, int64_t degree,
-                         const std::vector<PartSize>& sizes, bool one_node, double speed) {
+                         const std::vector<PartSize>& sizes, Links links, double speed) {
   const auto d = static_cast<double>(degree);
   const auto tokens = static_cast<double>(length);
   const double computed = compute_s(cost, length) / d + merge_s(cost, degree, tokens) +
                           fixed_s(cost, degree, tokens, static_cast<int64_t>(sizes.size()));
   const double exposed =
-      exposed_s(cost, degree, sizes, attention_s(cost, length) / d / speed, one_node, 2);
+      exposed_s(cost, degree, sizes, attention_s(cost, length) / d / speed, links, 2);
   return kComputedTwice * computed / speed + exposed;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/base/cost_model.hpp"
 #include "planner/base/types.hpp"
 
 namespace hdp {
@@ -27,7 +28,7 @@ double traffic_tokens(const PartSize& size, double query_ratio);
 // Seconds of traffic that attention does not hide on a member of a ring in parts of these sizes,
 // which takes `attention_s` for its share of all of them.
 double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
-                 double attention_s, bool one_node, double num_forwards = 1);
+                 double attention_s, Links links, double num_forwards = 1);
 
 // What a micro-batch in parts takes besides, on a rank of speed 1: fixed_s for each part, and for
 // each but the first a block a step and a merged result for the keys of earlier ones.
@@ -36,10 +37,10 @@ double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num
 // ring_s and fixed_s, on ranks of speed 1, of one sequence that has a ring to itself and runs in
 // parts of these sizes, or whole where there is one.
 double ring_s(const CostModel& cost, int64_t length, int64_t degree,
-              const std::vector<PartSize>& sizes, bool one_node);
+              const std::vector<PartSize>& sizes, Links links);
 
 // The same of one that is computed again in backward, on ranks of this speed.
 double recomputed_ring_s(const CostModel& cost, int64_t length, int64_t degree,
-                         const std::vector<PartSize>& sizes, bool one_node, double speed = 1);
+                         const std::vector<PartSize>& sizes, Links links, double speed = 1);
 
 }  // namespace hdp

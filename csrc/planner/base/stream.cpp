@@ -78,7 +78,7 @@ int64_t least_stream_degree(const Problem& problem, int64_t length) {
 }
 
 double stream_s(const Problem& problem, int64_t length, int64_t degree, const Stream& stream,
-                bool one_node, double speed) {
+                Links links, double speed) {
   const CostModel& cost = problem.cost;
   const auto d = static_cast<double>(degree);
   const auto s = static_cast<double>(length);
@@ -90,8 +90,8 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
   }
   const double computed = (compute_s(cost, length) / d + fixed) / speed;
   const double attention = attention_s(cost, length);
-  const double bandwidth = one_node ? cost.intra_node_bytes_per_s : cost.inter_node_bytes_per_s;
-  const double hop = one_node ? cost.intra_node_hop_all_layers_s : cost.inter_node_hop_all_layers_s;
+  const double bandwidth = bandwidth_of(cost, links);
+  const double hop = hop_s(cost, links);
   double exposed = 0;
   for_each_part(cost, length, stream, [&](const PartSize& part, double around, double passes) {
     const double attended = attention * (part.squares / (s * s)) / d / speed / 3;
@@ -100,7 +100,7 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
       const double sent = (d - 1) / d * around * cost.kv_bytes_per_token / bandwidth;
       const double hops = passes * (d - 1) * hop;
       exposed += 2 * std::max(0.0, hops + sent - hiding) +
-                 std::max(0.0, hops + 2 * sent - 2 * hiding);
+                 std::max(0.0, hops + 2 * sent - 2 * hiding) + home_s(cost, degree, around, links);
     }
     if (stream.on_host) {
       const double hiding = attended + cost.linear_s_per_token * part.tokens / d / speed / 3;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "planner/base/cost_model.hpp"
 #include "planner/base/types.hpp"
 
 namespace hdp {
@@ -25,7 +26,7 @@ int64_t least_stream_degree(const Problem& problem, int64_t length);
 
 // Seconds of a stream that has a ring to itself, all included. `speed`: of the slowest member.
 double stream_s(const Problem& problem, int64_t length, int64_t degree, const Stream& stream,
-                bool one_node, double speed = 1);
+                Links links, double speed = 1);
 
 // Tokens whose keys and values take as many bytes as a member sends in one forward pass of a stream,
 // times D / (D - 1).

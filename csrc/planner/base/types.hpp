@@ -41,6 +41,7 @@ struct CostModel {
   double halo_s = 0;          // s of a ring for what it sends in them, whatever it holds
   double query_ratio = 0;     // bytes that go around for a token's queries, per those of its keys
   double input_share = 0;     // of a layer's activations that its input is; 0: not known
+  bool double_rings = false;  // rings over nodes use the links of all members of a node
 };
 
 // A count or an id as an index of a vector.

@@ -69,11 +69,10 @@ double static_mesh_bound_s(const Problem& problem) {
     tokens += static_cast<double>(length);
   }
   // traffic that one micro-batch exposes cannot hide in another, so this is the least
-  const bool one_node = degree <= problem.cost.ranks_per_node;
   const double rate = total_speed(problem) / static_cast<double>(degree);
   const double slowest =
       problem.speeds.empty() ? 1 : *std::min_element(problem.speeds.begin(), problem.speeds.end());
-  const double transfer = transfer_s(problem.cost, degree, tokens, one_node);
+  const double transfer = transfer_s(problem.cost, degree, tokens, best_links(problem.cost, degree));
   const auto d = static_cast<double>(degree);
   const double exposed = transfer * slowest - (d - 1) / d * attention / d;
   return (compute / d + std::max(0.0, exposed)) / rate;

@@ -52,11 +52,10 @@ class Bound {
   double waited_s(int64_t length, int64_t least) const;
 
  private:
-  bool one_node(int64_t degree) const { return degree <= cost_.ranks_per_node; }
-
   double own_at(int64_t length, int64_t degree, double speed) const {
     const double fixed = fixed_s(cost_, degree);
-    const double whole = ring_s(cost_, length, degree, one_node(degree), speed) + fixed / speed;
+    const Links links = best_links(cost_, degree);
+    const double whole = ring_s(cost_, length, degree, links, speed) + fixed / speed;
     if (!may_compute_twice(problem_)) return whole;
     const double computed = compute_s(cost_, length) / static_cast<double>(degree) + fixed +
                             merge_s(cost_, degree, static_cast<double>(length));
@@ -65,8 +64,7 @@ class Bound {
 
   // The least e(s, D) from a degree on: D - 1 times q - attention / D, which is convex in D.
   double exposed_from(int64_t length, int64_t degree) const {
-    const double bandwidth =
-        one_node(degree) ? cost_.intra_node_bytes_per_s : cost_.inter_node_bytes_per_s;
+    const double bandwidth = bandwidth_of(cost_, best_links(cost_, degree));
     const double q =
         speeds_.back() * 3 * static_cast<double>(length) * cost_.kv_bytes_per_token / bandwidth;
     const double attention = attention_s(cost_, length);
@@ -98,7 +96,8 @@ int64_t Bound::least_degree_across(int64_t length, int64_t least, double makespa
   int64_t degree = at_least(compute_s(cost_, length) / speed / room);
   if (degree == 0 || own_at(length, degree, speed) <= limit_s) return degree;
   // exposed there: b s / (D v) + X (D - 1) / D <= room  <=>  (b s / v - X) / D <= room - X
-  const double all = 3 * s * cost_.kv_bytes_per_token / cost_.inter_node_bytes_per_s;
+  const Links links = best_links(cost_, cost_.ranks_per_node + 1);
+  const double all = 3 * s * cost_.kv_bytes_per_token / bandwidth_of(cost_, links);
   if (room > all) {
     const int64_t exposed = at_least((cost_.linear_s_per_token * s / speed - all) / (room - all));
     if (exposed == 0) return 0;

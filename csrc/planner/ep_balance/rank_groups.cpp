@@ -139,15 +139,14 @@ void GroupSharing::start(const RankGroup& group, const Ring& ring) {
   rooms_.assign(index(group.num_ranks), problem_.tokens_per_rank - ring.slice);
   if (ring.is_empty) return;
   const CostModel& cost = problem_.cost;
-  const int64_t per_node = cost.ranks_per_node;
-  const bool one_node = group.first / per_node == (group.first + group.num_ranks - 1) / per_node;
+  const Links links = links_of_block(cost, group.first, group.num_ranks);
   const auto d = static_cast<double>(group.num_ranks);
   const double own_s = ring.dense_s / d + fixed_s(cost, group.num_ranks) +
                        merge_s(cost, group.num_ranks, ring.tokens);
   const auto load_s = [&](int32_t rank) {
     const double speed = problem_.speed(group.first + rank);
     return own_s / speed +
-           exposed_s(cost, group.num_ranks, ring.tokens, ring.attention_s / d / speed, one_node);
+           exposed_s(cost, group.num_ranks, ring.tokens, ring.attention_s / d / speed, links);
   };
   loads_.assign(index(group.num_ranks), load_s(0));
   if (problem_.speeds.empty()) return;

@@ -248,10 +248,11 @@ int64_t SlotFiller::width_of(const Item& item, double height_s) const {
 // Attention of a sequence that is more than what hides its traffic in a ring.
 double SlotFiller::hidden_s(const Item& item, int64_t degree) const {
   const auto d = static_cast<double>(degree);
-  const bool one_node = degree <= group_size_ && degree <= problem_.cost.ranks_per_node;
+  const CostModel& cost = problem_.cost;
+  const Links links = degree <= group_size_ ? likely_links(cost, degree) : links_across(cost, degree);
   const auto tokens = static_cast<double>(item.length);
   return (d - 1) / d * attention_s(problem_.cost, item.length) / d -
-         transfer_s(problem_.cost, degree, tokens, one_node);
+         transfer_s(problem_.cost, degree, tokens, links);
 }
 
 // The first place from `place` on whose sequence takes at most so long and so many tokens.

@@ -7,6 +7,7 @@
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
 #include "planner/base/parts.hpp"
+#include "planner/base/slices.hpp"
 #include "planner/rings/degrees.hpp"
 #include "planner/rings/rings.hpp"
 
@@ -35,15 +36,21 @@ constexpr double kLeastPart = 1.0 / 1000;
 constexpr double kShort = 0.5;
 
 // The least degree and wider ones, about a fifth more each, and a whole node.
-std::vector<int64_t> degrees_of(const Batch& batch, std::size_t place) {
+std::vector<int64_t> degrees_of(const Batch& batch, std::size_t place, bool whole_nodes) {
   const int64_t least = batch.least[place];
   std::vector<int64_t> degrees{least};
-  const auto offer = [&](int64_t degree) {
+  const int64_t per_node = batch.problem.cost.ranks_per_node;
+  const auto offer_one = [&](int64_t degree) {
     if (degree > least && may_share(batch.problem, batch.length(place), least, degree)) {
       degrees.push_back(degree);
     }
   };
-  offer(batch.problem.cost.ranks_per_node);
+  const auto offer = [&](int64_t degree) {
+    offer_one(degree);
+    if (whole_nodes) offer_one(ceil_div(degree, per_node) * per_node);
+  };
+  offer(per_node);
+  offer(least);
   const double widest = batch.compute_s(place) / (kLeastShare * batch.share_s);
   const double most = std::min(widest, static_cast<double>(batch.problem.num_ranks));
   for (int64_t degree = least + 1 + least / 5; static_cast<double>(degree) < most;
@@ -86,22 +93,23 @@ std::vector<Way> best_of(std::vector<Way> ways) {
 }
 
 std::vector<Way> ways_of(const Batch& batch, std::size_t place,
-                         const std::vector<int64_t>& numbers) {
+                         const std::vector<int64_t>& numbers, bool whole_nodes) {
   const Problem& problem = batch.problem;
   const CostModel& cost = problem.cost;
   const int64_t length = batch.length(place);
   const double compute = batch.compute_s(place);
-  const std::vector<int64_t> degrees = degrees_of(batch, place);
+  const std::vector<int64_t> degrees = degrees_of(batch, place, whole_nodes);
   std::vector<Way> ways;
   for (const int64_t number : numbers) {
     const double most_s = compute / static_cast<double>(degrees.front() * number);
     if (number > 1 && most_s < kLeastPart * batch.share_s) break;
     const std::vector<PartSize> sizes = part_sizes({static_cast<double>(length)}, number, problem.linear_tokens);
     for (const int64_t degree : degrees) {
-      const bool one_node = degree <= cost.ranks_per_node;
+      const Links links = whole_nodes || degree <= cost.ranks_per_node ? likely_links(cost, degree)
+                                                                       : Links{1};
       const double seconds = recomputes(problem, length, degree)
-                                 ? recomputed_ring_s(cost, length, degree, sizes, one_node)
-                                 : ring_s(cost, length, degree, sizes, one_node);
+                                 ? recomputed_ring_s(cost, length, degree, sizes, links)
+                                 : ring_s(cost, length, degree, sizes, links);
       ways.push_back({static_cast<int32_t>(degree), static_cast<int32_t>(number), seconds,
                       pass_s(problem, seconds, number)});
     }
@@ -111,14 +119,14 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place,
 
 }  // namespace
 
-Menu::Menu(const Batch& batch) : batch_(batch) {
+Menu::Menu(const Batch& batch, bool whole_nodes) : batch_(batch) {
   const std::vector<int64_t> numbers = numbers_of_parts(batch.problem.sequence_parts);
   for (std::size_t place = 0; place < batch.num_big; ++place) {
     const double least_s = pass_s(batch.problem, batch.compute_s(place), numbers.back());
     const bool must_be = is_ring(batch.problem, batch.length(place), 1);
     if (!must_be && least_s < kShort * batch.share_s) break;
     const bool again = place > 0 && batch.length(place) == batch.length(place - 1);
-    ways_.push_back(again ? ways_.back() : ways_of(batch, place, numbers));
+    ways_.push_back(again ? ways_.back() : ways_of(batch, place, numbers, whole_nodes));
   }
 }
 

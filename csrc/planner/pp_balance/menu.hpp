@@ -27,7 +27,9 @@ struct Taste {
 // The ways of all sequences that may become rings, longest first.
 class Menu {
  public:
-  explicit Menu(const Batch& batch);
+  // Rings that leave their node are expected on whole nodes where rings are double; else, on any
+  // ranks.
+  Menu(const Batch& batch, bool whole_nodes);
 
   // The way of each ring, of the longest sequences first; P times the makespan is `makespan_s`.
   std::vector<Way> choose(const Taste& taste, double makespan_s) const;

@@ -170,9 +170,10 @@ constexpr std::size_t kDraftWork = 20000;
 
 struct Tried {
   Taste taste;
-  double pack_part_s = 0;  // of micro-batches of short sequences
-  int64_t lead = 0;        // rows without rings before the others
-  double estimate_s = 0;   // of P x the makespan
+  double pack_part_s = 0;    // of micro-batches of short sequences
+  int64_t lead = 0;          // rows without rings before the others
+  const Menu* menu = nullptr;
+  double estimate_s = 0;     // of P x the makespan
   double makespan_s = kInfinity;
 };
 
@@ -181,8 +182,10 @@ class Search {
   explicit Search(const Batch& batch)
       : batch_(batch),
         all_(whole_sequences(batch.problem, batch.order)),
-        menu_(batch),
-        more_(batch.problem.pipeline_stages - 1) {}
+        more_(batch.problem.pipeline_stages - 1) {
+    menus_.emplace_back(batch, false);
+    if (batch.problem.cost.double_rings) menus_.emplace_back(batch, true);
+  }
 
   PipelineDraft run() {
     const std::size_t size = batch_.order.size() + index(batch_.problem.num_ranks);
@@ -190,11 +193,12 @@ class Search {
         std::clamp(index(batch_.problem.effort) * kDraftWork / size, kDrafts, kMostDrafts);
     std::vector<Tried> tried;
     const auto keep = [&](std::vector<Tried> all) {
-      all = estimated(std::move(all));
       tried.insert(tried.end(), all.begin(), at(all, std::min(num, all.size())));
     };
-    for (const double share : kShares) keep(in_short_parts(share));
-    keep(between_packs());
+    for (const Menu& menu : menus_) {
+      for (const double share : kShares) keep(estimated(menu, in_short_parts(share)));
+      keep(estimated(menu, between_packs()));
+    }
     attempt_all(tried);
     const auto best = std::min_element(
         tried.begin(), tried.end(),
@@ -233,9 +237,10 @@ class Search {
   }
 
   // The least first.
-  std::vector<Tried> estimated(std::vector<Tried> all) const {
+  std::vector<Tried> estimated(const Menu& menu, std::vector<Tried> all) const {
     side_by_side(all.size(), [&](std::size_t i) {
-      all[i].estimate_s = menu_.least_makespan_s(all[i].taste);
+      all[i].menu = &menu;
+      all[i].estimate_s = menu.least_makespan_s(all[i].taste);
     });
     std::stable_sort(all.begin(), all.end(), [](const Tried& left, const Tried& right) {
       return left.estimate_s < right.estimate_s;
@@ -257,7 +262,7 @@ class Search {
   }
 
   PipelineDraft draft_of(const Tried& tried) const {
-    const std::vector<Way> ways = menu_.choose(tried.taste, tried.estimate_s);
+    const std::vector<Way> ways = tried.menu->choose(tried.taste, tried.estimate_s);
     const Seating seating = Dealer(batch_).run(ways);
     const Shorts shorts(batch_.problem, all_, ways.size());
     Rows rows(index(tried.lead), kNoRound);
@@ -271,7 +276,7 @@ class Search {
 
   const Batch& batch_;
   std::vector<Whole> all_;
-  Menu menu_;
+  std::vector<Menu> menus_;
   int64_t more_;  // P - 1
   PipelineDraft best_;
 };

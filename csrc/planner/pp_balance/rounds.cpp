@@ -71,12 +71,12 @@ double least_level_s(const CostModel& cost, const std::vector<const LongSequence
 }
 
 Shared share(const Problem& problem, const LongSequence& sequence, int64_t degree) {
-  const bool one_node = degree <= problem.cost.ranks_per_node;
+  const Links links = likely_links(problem.cost, degree);
   const auto s = static_cast<double>(sequence.length);
   const double seconds =
       recomputes(problem, sequence.length, degree)
-          ? recomputed_ring_s(problem.cost, sequence.length, degree, {{s, 0, s * s}}, one_node)
-          : ring_s(problem.cost, sequence.length, degree, one_node) + fixed_s(problem.cost, degree);
+          ? recomputed_ring_s(problem.cost, sequence.length, degree, {{s, 0, s * s}}, links)
+          : ring_s(problem.cost, sequence.length, degree, links) + fixed_s(problem.cost, degree);
   return {sequence.id, sequence.place, degree, seconds};
 }
 

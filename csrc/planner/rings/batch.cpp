@@ -39,7 +39,7 @@ std::pair<int64_t, int64_t> least_degrees(const Problem& problem, int64_t length
 int64_t short_enough_degree(const Problem& problem, int64_t length, int64_t hidden, double time_s) {
   const CostModel& cost = problem.cost;
   for (int64_t degree = hidden; degree <= problem.num_ranks; ++degree) {
-    const double own_s = ring_s(cost, length, degree, degree <= cost.ranks_per_node) +
+    const double own_s = ring_s(cost, length, degree, likely_links(cost, degree)) +
                          fixed_s(cost, degree);
     if (own_s <= kOwnTime * time_s) return degree;
   }

@@ -30,10 +30,6 @@ std::vector<std::size_t> widest_first(const Batch& batch, const Degrees& degrees
   return places;
 }
 
-bool in_one_node(const std::vector<int32_t>& ascending, int64_t ranks_per_node) {
-  return ascending.front() / ranks_per_node == ascending.back() / ranks_per_node;
-}
-
 // The most preferred ranks that a node has.
 int64_t largest_node(const std::vector<bool>& preferred, int64_t ranks_per_node) {
   int64_t largest = 0;
@@ -168,14 +164,14 @@ class RingPlacer {
     }
     const auto degree = static_cast<int64_t>(ranks.size());
     const int64_t length = batch_.length(place);
-    const bool one_node = in_one_node(ranks, problem_.cost.ranks_per_node);
+    const Links links = links_of(problem_.cost, {ranks.data(), ranks.data() + ranks.size()});
     const std::optional<Stream> stream = stream_of(problem_, length, degree);
     const std::vector<PartSize> whole{{static_cast<double>(length), 0,
                                        static_cast<double>(length) * static_cast<double>(length)}};
-    double seconds = stream ? stream_s(problem_, length, degree, *stream, one_node, speed)
+    double seconds = stream ? stream_s(problem_, length, degree, *stream, links, speed)
                      : recomputes(problem_, length, degree)
-                         ? recomputed_ring_s(problem_.cost, length, degree, whole, one_node, speed)
-                         : ring_s(problem_.cost, length, degree, one_node, speed) +
+                         ? recomputed_ring_s(problem_.cost, length, degree, whole, links, speed)
+                         : ring_s(problem_.cost, length, degree, links, speed) +
                                   fixed_s(problem_.cost, degree) / speed;
     if (decisions_.fill_spare_room) {
       const int64_t slice = slice_tokens(length, degree, problem_.slice_multiple);

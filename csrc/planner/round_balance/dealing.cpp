@@ -90,9 +90,8 @@ class Dealer {
       if (room_for(problem_, length(id), degree) > problem_.tokens_per_rank) continue;
       const std::size_t block = blocks_.earliest(degree);
       const int64_t first = blocks_.first_rank(block);
-      const int64_t per_node = problem_.cost.ranks_per_node;
-      const bool one_node = first / per_node == (first + degree - 1) / per_node;
-      const double seconds = ring_s(problem_.cost, length(id), degree, one_node);
+      const Links links = links_of_block(problem_.cost, first, degree);
+      const double seconds = ring_s(problem_.cost, length(id), degree, links);
       const double end = blocks_.end_s(block) + seconds;
       if (end < least_end) {
         chosen = block;

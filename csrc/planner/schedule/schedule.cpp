@@ -29,12 +29,6 @@ struct Sum {
   }
 };
 
-bool in_one_node(Span ring, int64_t per_node) {
-  const int64_t node = *ring.begin() / per_node;
-  return std::all_of(ring.begin(), ring.end(),
-                     [&](int32_t rank) { return rank / per_node == node; });
-}
-
 // What the members of a ring do together.
 class RingTime {
  public:
@@ -51,7 +45,7 @@ class RingTime {
       }
       sizes_ = part_sizes(lengths, num_parts_, problem.linear_tokens);
     }
-    one_node_ = in_one_node(ring_, problem.cost.ranks_per_node);
+    links_ = links_of(problem.cost, ring_);
   }
 
   int64_t degree() const { return ring_.last - ring_.first; }
@@ -65,8 +59,8 @@ class RingTime {
     const double attention = sum_.attention_s / d / speed;
     const double exposed =
         sizes_.empty()
-            ? exposed_s(problem_.cost, degree(), sum_.tokens, attention, one_node_, num_forwards_)
-            : exposed_s(problem_.cost, degree(), sizes_, attention, one_node_, num_forwards_);
+            ? exposed_s(problem_.cost, degree(), sum_.tokens, attention, links_, num_forwards_)
+            : exposed_s(problem_.cost, degree(), sizes_, attention, links_, num_forwards_);
     const double overhead = fixed_s(problem_.cost, degree(), sum_.tokens, num_parts_) +
                             merge_s(problem_.cost, degree(), sum_.tokens);
     const double computed = (sum_.compute_s / d + local_s + overhead) / speed;
@@ -88,7 +82,7 @@ class RingTime {
   double num_forwards_;
   Sum sum_;
   std::vector<PartSize> sizes_;  // of a ring in parts
-  bool one_node_ = true;
+  Links links_;
 };
 
 // Moves the ranks' clocks.
@@ -111,11 +105,11 @@ MicroBatchLoad stream_load(const Problem& problem, const Plan& plan, int64_t mic
   const auto degree = static_cast<int64_t>(ring.size());
   const int64_t length = problem.lengths[index(*plan.sharded(micro_batch).begin())];
   const Stream stream = stream_of(problem, length, degree).value();
-  const bool one_node = in_one_node(ring, problem.cost.ranks_per_node);
+  const Links links = links_of(problem.cost, ring);
   double seconds = 0;
   for (const int32_t rank : ring) {  // a fast one hides less
     seconds = std::max(
-        seconds, stream_s(problem, length, degree, stream, one_node, problem.speed(rank)));
+        seconds, stream_s(problem, length, degree, stream, links, problem.speed(rank)));
     if (problem.speeds.empty()) break;
   }
   const double tokens = stream_traffic_tokens(problem.cost, length, stream);

@@ -13,8 +13,9 @@ from typing import Self
 
 import numpy as np
 
-from megatron_hdp.planner.bounds import attention_s, exposed_s, links_of, merge_s, sent_bytes
+from megatron_hdp.planner.bounds import attention_s, exposed_s, merge_s, sent_bytes
 from megatron_hdp.planner.cost_model import CostModel
+from megatron_hdp.planner.links import links_of, numbers_of_links
 
 _PROJECTIONS_OF_A_HOP = 4  # forward; in backward once more, gradient of the input, of the weights
 
@@ -67,9 +68,11 @@ def _ring_s(cost_model: CostModel, lengths: Sequence[int], ring: Sequence[int]) 
     """What a member waits for traffic and does for each further step."""
     degree = len(ring)
     degrees, tokens = np.array([float(degree)]), np.array([float(sum(lengths))])
-    in_one_node = len({rank // cost_model.ranks_per_node for rank in ring}) == 1
-    bandwidth, hop = links_of(in_one_node, cost_model)
-    transfer = sent_bytes(degrees, tokens, cost_model) / bandwidth
+    links = links_of(
+        numbers_of_links(np.array(ring), np.zeros(1, np.int64), cost_model), cost_model
+    )
+    transfer = sent_bytes(degrees, tokens, cost_model) / links.bytes_per_s
     attention = attention_s(np.array(lengths, dtype=np.int64), cost_model).sum() / degrees
-    exposed = exposed_s(degrees, transfer, cost_model.num_layers * hop, attention)
+    exposed = exposed_s(degrees, transfer, cost_model.num_layers * links.hop_s, attention)
+    exposed += tokens / degrees * cost_model.kv_bytes_per_token * links.home_s_per_byte
     return float((exposed + merge_s(degrees, tokens / degrees, cost_model))[0])

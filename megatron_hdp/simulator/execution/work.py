@@ -156,6 +156,10 @@ def _passes(
         np.add.at(own, members, own_s * np.repeat(times, count))
         most = np.maximum.reduceat(step, np.cumsum(count) - count)
         exposed = times * (count - 1) * np.maximum(0.0, hop - most)
+        if share == _BACKWARD:
+            home = work.home_s[of] * turns.sent
+            exposed += home
+            np.add.at(seconds, of, home)
         found.exposed_s[run] += np.bincount(of, exposed, len(seconds))
         passes.append(seconds)
     weights = pipeline.row_weights
