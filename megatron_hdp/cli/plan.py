@@ -103,6 +103,11 @@ def _add_ranks(group: "argparse._ArgumentGroup") -> None:
         "HDP ranks of a node (default: the cost model's, or 8)",
     )
     add(
+        "--double-rings",
+        action="store_true",
+        help="rings over several nodes send on the links of all their members of a node",
+    )
+    add(
         "--rank-speeds",
         metavar="FILE",
         help="text file with the speed of one rank per line; 1 is full speed",

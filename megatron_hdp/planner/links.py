@@ -8,7 +8,7 @@ group on each of m links.
 """
 
 import math
-from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -31,7 +31,8 @@ class Links(NamedTuple):
     piece, not in m."""
 
 
-def group_size(ring: Sequence[int], ranks_per_node: int) -> int:
+@lru_cache(maxsize=4096)
+def group_size(ring: tuple[int, ...], ranks_per_node: int) -> int:
     """Members m of a double ring's groups; 1 where there is none, all where the ring is in a node.
 
     Args:

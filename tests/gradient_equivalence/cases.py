@@ -25,7 +25,7 @@ from tests.gradient_equivalence.case import (
 )
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
 from tests.gradient_equivalence.on_gpus import on_gpus
-from tests.gradient_equivalence.parted import parted, recomputed, streams
+from tests.gradient_equivalence.parted import double_rings, parted, recomputed, streams
 from tests.gradient_equivalence.settings import (
     ALONE,
     BLOCK,
@@ -375,7 +375,7 @@ CASES: dict[str, Case] = {
     for rows in (
         *(_dense(), _positions(), _windows(), _configured(), _mtp(), _latent_attention()),
         *(_uneven_stages(), _experts(), on_gpus(), _fused_loss(), _data(), _published()),
-        *(parted(), streams(), recomputed()),
+        *(parted(), streams(), recomputed(), double_rings()),
     )
     for name, case in rows.items()
 }
@@ -384,7 +384,7 @@ SMOKE = "yarn-some-layers"
 QUICK = {  # each model, layout and feature once; the other rows are slow
     *("mqa-tp2-sp", "mha-tp2-sp-pp2", "pp2-v2", "parts/pp2-mtp"),
     *("parts/virtual", "parts/experts-across"),
-    *("streams/rings", "recomputed/pp2-parts"),
+    *("streams/rings", "recomputed/pp2-parts", "double-rings/alone"),
     *("distributed-optimizer-pipeline", "full-recompute", "corrupt"),
     *(SMOKE, "some-layers-v2", "both-tensor", "layer-scaling", "taken-over-window"),
     *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-latent-tp2-sp"),

@@ -39,6 +39,13 @@ KEYS, QUERIES = (
     (("megatron_hdp.runtime.ring.dense.queries_travel", lambda *_, travel=travel: travel),)
     for travel in (False, True)
 )
+DOUBLE = (
+    (
+        "megatron_hdp.runtime.ring.comm.RingComm.group_size",
+        lambda self, ring: {4: 2, 6: 3}.get(len(ring), 0),
+    ),
+)
+"""Rings of four and six ranks are double, whatever their nodes are."""
 LATENT, KV = ({"hdp_mla_ring": way} for way in ("latent", "kv"))
 
 
@@ -63,6 +70,8 @@ def parted() -> dict[str, Case]:
         "kv-keys": (6, joined(MLA, PP2, KV), KEYS),
         "latent-queries": (6, joined(MLA, PP2, LATENT), QUERIES),
         "latent-keys": (8, joined(MLA, PP2, LATENT, TP2_SP, RECOMPUTE), KEYS),
+        "double-queries": (8, joined(MQA, PP2), QUERIES, DOUBLE),
+        "double-keys-recompute": (8, joined(MHA, PP2, RECOMPUTE, SINK), KEYS, DOUBLE),
     }
     stages = PP2 | layers(4) | {"moe_layer_freq": "[0]+[1]*3"}
     dense_last = layers(4) | {"moe_layer_freq": "[1,0]*2"}
@@ -114,11 +123,29 @@ def streams() -> dict[str, Case]:
         "experts-across": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"], ACROSS)),
         "experts-across-rings": (4, joined(EXPERTS, EXPERT_MODELS["glm"], ACROSS)),
         "pp2-virtual": (4, joined(virtual(2), {"hdp_sequence_parts": 2})),
+        "double": (4, {}, DOUBLE),
     }
     return {
         f"streams/{name}": Case(
-            *(ranks, settings | {"hdp_tokens_per_rank": 32}, (), 3), lengths=LENGTHS, streams=16
+            *(ranks, settings | {"hdp_tokens_per_rank": 32}, (), 3),
+            lengths=LENGTHS,
+            streams=16,
+            patches=sum(patches, ()),
         )
+        for name, (ranks, settings, *patches) in rows.items()
+    }
+
+
+def double_rings() -> dict[str, Case]:
+    """Whole micro-batches on double rings."""
+    rows = {
+        "alone": (4, {}),
+        "six": (6, MQA),
+        "latent": (4, joined(MLA, LATENT)),
+        "experts-across-overlap": (4, joined(EXPERTS, ACROSS, SHARDED)),
+    }
+    return {
+        f"double-rings/{name}": Case(*(ranks, settings, ("auto",), 3), patches=DOUBLE)
         for name, (ranks, settings) in rows.items()
     }
 

@@ -133,6 +133,7 @@ def errors_of_part(
     ]
 
 
-def gloo_comm(timeout=None):
-    """The rings' communicator over all ranks of a test."""
-    return RingComm(new_ring_group([list(range(dist.get_world_size()))], timeout))
+def gloo_comm(timeout=None, ranks_per_node=0):
+    """The rings' communicator over all ranks of a test; double with ranks per node."""
+    group = new_ring_group([list(range(dist.get_world_size()))], timeout)
+    return RingComm(group, ranks_per_node=ranks_per_node)

@@ -205,6 +205,7 @@ def job_of(arguments: TrainingArguments, num_gpus: int, vocab_size: int) -> Job:
         tokens_per_rank=arguments.hdp_tokens_per_rank,
         streams=arguments.streams,
         runs_parts=arguments.sequence_parts > 1,
+        double_rings=arguments.hdp_double_rings,
     )
 
 
@@ -252,6 +253,7 @@ def cost_model_of_job(
     if arguments.hdp_recompute == "auto" and not found.input_share:
         found = replace(found, input_share=input_share(job, found.num_layers))
     found = following(found, nccl, job.hdp_ranks, job.tensor_ranks)
+    found = replace(found, double_rings=arguments.hdp_double_rings)
     if arguments.hdp_rank_speeds is None:
         return found
     path, ranks = arguments.hdp_rank_speeds, f"the run's {job.hdp_ranks} HDP ranks"

@@ -40,6 +40,7 @@ from megatron_hdp.runtime.attention import (
     RunShapes,
     Selection,
     select_attention,
+    with_double_rings,
     with_float32_rings,
     with_latent_ring,
     with_own_ring,
@@ -84,6 +85,8 @@ def build_executor(
     in_parts = arguments.sequence_parts > 1 or arguments.streams
     if in_parts:
         attention = with_parts(attention, shapes)
+    if arguments.hdp_double_rings:
+        attention = with_double_rings(attention, comm, shapes)
     if arguments.multi_latent_attention:
         attention = with_latent_ring(attention, arguments.hdp_mla_ring, shapes)
     say(f"attention: {attention}")
@@ -155,6 +158,8 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     kept = None if arguments.hdp_offload == "off" else _kept_bytes_per_token(arguments, executor)
     cost_model = cost_model_of_job(arguments, job, kept, nccl_of_rings(arguments))
     cost_model = _on_nodes(cost_model, place)
+    if cost_model.double_rings:
+        executor.comm.ranks_per_node = cost_model.ranks_per_node
     if cost_model.warning:
         say(cost_model.warning)
     if not isinstance(executor.attention, AttentionByLatent):

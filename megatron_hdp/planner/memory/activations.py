@@ -282,6 +282,8 @@ def ring_bytes(job: Job, layer: Layer) -> float:
     (`gpu.IN_FLIGHT_BYTES`).
     """
     of_ring = 2 * (job.value_bytes + _FLOAT32)
+    if job.double_rings:  # K and V in a group and between groups; gradients there, and our group's
+        of_ring = 4 * job.value_bytes + 5 * _FLOAT32
     if job.streams:  # a part and a group of keys from the host go around in one message, and
         of_ring *= 3  # keys and sums of that group and of the next one are on the device
     return layer.attention.travelling_size * of_ring / job.tensor_ranks

@@ -47,6 +47,8 @@ class Job:
     """Whether sequences may run as streams, whose keys and values may wait on the host."""
     runs_parts: bool = False
     """Whether micro-batches run in parts, whose keys and values later parts see."""
+    double_rings: bool = False
+    """Whether rings over several nodes are double (`planner.links`)."""
 
     @property
     def hdp_ranks(self) -> int:

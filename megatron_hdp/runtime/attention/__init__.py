@@ -7,6 +7,7 @@ from megatron_hdp.runtime.attention.backend import AttentionBackend, RunShapes
 from megatron_hdp.runtime.attention.selection import Selection, select_attention
 from megatron_hdp.runtime.attention.several import (
     AttentionByLatent,
+    with_double_rings,
     with_float32_rings,
     with_latent_ring,
     with_own_ring,
@@ -19,6 +20,7 @@ __all__ = [
     "RunShapes",
     "Selection",
     "select_attention",
+    "with_double_rings",
     "with_float32_rings",
     "with_latent_ring",
     "with_own_ring",

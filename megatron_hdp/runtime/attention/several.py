@@ -163,6 +163,20 @@ def with_parts(selection: Selection, shapes: RunShapes) -> Selection:
     )
 
 
+def with_double_rings(selection: Selection, comm: RingComm, shapes: RunShapes) -> Selection:
+    """The selection, with double rings by our own ring.
+
+    Raises:
+        ValueError: there is no kernel for our ring; says why.
+    """
+    if isinstance(selection.backend, RingAttention):
+        return selection
+    ours = select_attention(shapes, OUR_RING)
+    return _with_ours(
+        selection, ours, lambda layout, _: comm.group_size(layout.ring) > 0, "double rings"
+    )
+
+
 def _with_ours(
     selection: Selection,
     ours: Selection,

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.planner.links import group_size
 from megatron_hdp.planner.memory import IN_FLIGHT_BYTES
 from megatron_hdp.runtime.timeline import DEVICE_WAIT, RING_WAIT, Timeline
 
@@ -26,23 +27,29 @@ _ASK_EVERY_S = 1e-4
 
 
 class Transfer:
-    """One tensor on its way to a ring member while another comes from a member.
+    """What is on its way to ring members while something comes from members.
 
     Attributes:
         works: handles of torch.distributed.
     """
 
     def __init__(
-        self, comm: RingComm, works: list[dist.Work], sent: torch.Tensor, received: torch.Tensor
+        self,
+        comm: RingComm,
+        works: list[dist.Work],
+        sent: Sequence[torch.Tensor],
+        received: torch.Tensor,
     ) -> None:
         self._comm = comm
         self.works = works
-        self._sent: torch.Tensor | None = sent  # kept alive until it has left
+        self._sent: Sequence[torch.Tensor] = sent  # kept alive until it has left
         self._received = received
         self._is_marked = False
 
     def wait(self, is_idle: bool = True) -> torch.Tensor:
-        """What was received; blocks the host, or only the current CUDA stream, until it is there.
+        """What was received, of several the first.
+
+        Blocks the host, or only the current CUDA stream, until it is there.
 
         May be called again: each time the stream that is current then waits.
 
@@ -63,7 +70,7 @@ class Transfer:
                     self._wait()
         if not self._received.is_cuda:
             self.works = []  # gloo's works would wait for ever a second time
-        self._sent = None
+        self._sent = ()
         return self._received
 
     def _wait(self) -> None:
@@ -105,12 +112,19 @@ class RingComm:
 
     Attributes:
         group: communicator over all HDP ranks.
+        ranks_per_node: HDP ranks of a node where rings over nodes are double; 0: they are plain.
         timeline: where waiting for ring members is noted.
         bytes_sent: bytes this rank sent around rings; whoever reads it may set it to 0.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeline: Timeline | None = None,
+        ranks_per_node: int = 0,
+    ) -> None:
         self.group = group
+        self.ranks_per_node = ranks_per_node
         self.timeline = timeline or Timeline()
         self.bytes_sent = 0
         self._in_flight = InFlight(self.timeline)
@@ -132,6 +146,13 @@ class RingComm:
             found = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
             self._buffers[name] = found
         return found[:num_bytes].view(dtype)
+
+    def group_size(self, ring: tuple[int, ...]) -> int:
+        """Members m of the groups of a double ring (`double_ring`); 0: it runs as a plain one."""
+        if not self.ranks_per_node:
+            return 0
+        size = group_size(ring, self.ranks_per_node)
+        return size if 1 < size < len(ring) else 0
 
     def pass_on(
         self,
@@ -179,14 +200,34 @@ class RingComm:
             received: contiguous.
             of: likewise, who sends them.
         """
-        operations = []
-        for operation, tensor, peers in ((dist.isend, sent, to), (dist.irecv, received, of)):
-            if len(peers) == 1:  # as in every hop
-                operations.append(dist.P2POp(operation, tensor, None, self.group, 0, peers[0][0]))
-                continue
-            parts = tensor.split([rows for _, rows in peers])
-            for part, (peer, _) in zip(parts, peers, strict=True):
-                operations.append(dist.P2POp(operation, part, None, self.group, 0, peer))
+        sends, receives = (
+            [(tensor, peers[0][0])]  # as in every hop
+            if len(peers) == 1
+            else list(zip(tensor.split([n for _, n in peers]), (p for p, _ in peers), strict=True))
+            for tensor, peers in ((sent, to), (received, of))
+        )
+        return self._post(sends, receives, received)
+
+    def start(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
+    ) -> Transfer:
+        """Starts sending tensors to HDP ranks and receiving from some, as one operation of NCCL."""
+        return self._post(sends, receives, receives[0][0])
+
+    def _post(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[tuple[torch.Tensor, int]],
+        received: torch.Tensor,
+    ) -> Transfer:
+        operations = [
+            dist.P2POp(operation, tensor, None, self.group, 0, peer)
+            for operation, pairs in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, peer in pairs
+        ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        self.bytes_sent += sent.nbytes
+        sent = [tensor for tensor, _ in sends]
+        self.bytes_sent += sum(tensor.nbytes for tensor in sent)
         return Transfer(self, works, sent, received)

@@ -11,8 +11,7 @@ follows one hop behind, in backward their gradient.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
@@ -24,21 +23,18 @@ from megatron_hdp.planner.parts import queries_travel
 from megatron_hdp.runtime.kernels import AttentionKernel, Block, Forward
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
+from megatron_hdp.runtime.ring.message import Adding, Finding, Found, Passing, Tensors
 from megatron_hdp.runtime.ring.parts import LOCAL, RING, EarlierKeys, Group, PartLayout
 from megatron_hdp.runtime.ring.travelling import (
     ALL,
-    Adding,
-    Field,
-    Finding,
-    Passing,
-    Tensors,
     accumulator,
     add_at,
     block_at,
     found_by_others,
+    gradients_of,
     merge,
+    outputs_of,
     travelling,
-    wide_type,
 )
 
 Keys: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -286,7 +282,7 @@ class DenseAttention:
 
             return add
 
-        return self._by_others(blocks, like, find, begin=(0.0, -math.inf))
+        return self._by_others(blocks, outputs_of(like), find, like)
 
     def _gradients(
         self, of: _Queries, keys: Keys, block: Block
@@ -324,7 +320,7 @@ class DenseAttention:
 
             return add
 
-        return self._by_others(blocks, _keys_of(mets), find)
+        return self._by_others(blocks, gradients_of(like := _keys_of(mets)), find, like)
 
     def _gradient_by_others(
         self, blocks: Passing, mets: list[_Met], own: list[torch.Tensor], dq: torch.Tensor
@@ -345,13 +341,12 @@ class DenseAttention:
 
             return add
 
-        return self._by_others(blocks, [dq], find)[0]
+        return self._by_others(blocks, gradients_of([dq]), find, [dq])[0]
 
     def _by_others(
-        self, blocks: Passing, like: Tensors, find: Finding, begin: Sequence[float] = ()
+        self, blocks: Passing, what: Found, find: Finding, like: Tensors
     ) -> list[torch.Tensor]:
-        fields = [Field(one.shape, wide_type(one)) for one in like]
-        return found_by_others(blocks, fields, self.layout, self.comm, find, like[0], begin)
+        return found_by_others(blocks, what, self.layout, self.comm, find, like[0])
 
 
 def _for_backward(queries: _Queries) -> Tensors:

@@ -7,43 +7,32 @@ output, follows one hop behind, so that it ends at its owner after ``D - 1`` hop
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
 
 import torch
 
 from megatron_hdp.runtime.kernels import Block
 from megatron_hdp.runtime.ring.comm import RingComm
+from megatron_hdp.runtime.ring.double_ring import Groups, found_in_groups, travelling_in_groups
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
-
-Tensors: TypeAlias = Sequence[torch.Tensor]
-Passing: TypeAlias = Iterator[tuple[int, list[torch.Tensor]]]
-"""The step, and the tensors that are here then; step 0: our own."""
-
-Adding: TypeAlias = Callable[[list[torch.Tensor]], None]
-"""Adds what was found here to what others have found."""
-Finding: TypeAlias = Callable[[int, list[torch.Tensor]], Adding]
-"""What is found at a step for the tensors that are here then."""
+from megatron_hdp.runtime.ring.message import (
+    Field,
+    Finding,
+    Found,
+    Passing,
+    Tensors,
+    apart,
+    buffers,
+    fill,
+    put,
+)
 
 ALL = slice(None)
 
 
-class Field(NamedTuple):
-    """A tensor of a message."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Its bytes."""
-        return int(math.prod(self.shape) * self.dtype.itemsize)
-
-
 def travelling(tensors: Tensors, layout: TokenLayout, comm: RingComm) -> Passing:
-    """The tensors that pass by, as one message, with the step: 0 are our own.
+    """The tensors that pass by, as one message, with how many places before us their member is.
 
-    Those of a step are already on their way to the next member when they are yielded. They are
+    First come our own. Those that are yielded are already on their way to the next member. They are
     overwritten two steps later: both their transfer and what is done with them come before.
 
     Args:
@@ -51,67 +40,75 @@ def travelling(tensors: Tensors, layout: TokenLayout, comm: RingComm) -> Passing
         layout: of the ring.
         comm: of the rings.
     """
+    if size := comm.group_size(layout.ring):
+        yield from travelling_in_groups(tensors, Groups(layout, comm, size))
+        return
     fields = [Field(one.shape, one.dtype) for one in tensors]
-    here, spare = _two_buffers(comm, "travelling", fields, tensors[0])
-    for room, tensor in zip(_apart(here, fields), tensors, strict=True):
-        room.copy_(tensor)
+    here, spare = buffers(comm, fields, tensors[0], "travelling", "spare travelling")
+    put(here, fields, tensors)
     for step in range(layout.degree):
         if step + 1 < layout.degree:
             transfer = comm.pass_on(here, layout.ring, layout.index, into=spare)
-        yield step, _apart(here, fields)
+        yield step, apart(here, fields)
         if step + 1 < layout.degree:
             here, spare = transfer.wait(), here
 
 
 def found_by_others(
     blocks: Passing,
-    fields: Sequence[Field],
+    found: Found,
     layout: TokenLayout,
     comm: RingComm,
     find: Finding,
     like: torch.Tensor,
-    begin: Sequence[float] = (),
 ) -> list[torch.Tensor]:
     """What all others find for what travels from here; in buffers, until the next call.
 
     Args:
-        blocks: those of `travelling` behind step 0.
-        fields: what is found, of one type.
+        blocks: those of `travelling` behind our own.
+        found: what it is.
         layout: of the ring.
         comm: of the rings.
         find: called before what the members before us found is here.
         like: a tensor of the device.
-        begin: of each field, what the first one adds to; zeros unless given.
     """
-    here, spare = _two_buffers(comm, "found", fields, like)
-    for total, value in zip(_apart(here, fields), begin or [0.0] * len(fields), strict=True):
-        total.fill_(value)
+    if size := comm.group_size(layout.ring):
+        return found_in_groups(blocks, found, Groups(layout, comm, size), find, like)
+    here, spare = buffers(comm, found.fields, like, "found", "spare found")
+    fill(here, found)
     arriving = None
     for step, tensors in blocks:
         add = find(step, tensors)
         if arriving is not None:
             here, spare = arriving.wait(), here
-        add(_apart(here, fields))
+        add(apart(here, found.fields))
         arriving = comm.pass_on(here, layout.ring, layout.index, into=spare)
     assert arriving is not None, "a ring has at least two members"
-    return _apart(arriving.wait(), fields)
+    return apart(arriving.wait(), found.fields)
 
 
-def _two_buffers(
-    comm: RingComm, name: str, fields: Sequence[Field], like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    size = sum(field.num_bytes for field in fields)
-    here, spare = (comm.buffer(one, size, like, torch.uint8) for one in (name, f"spare {name}"))
-    return here, spare
+def gradients_of(like: Tensors) -> Found:
+    """Gradients of tensors like these, which are added up."""
+    fields = [Field(one.shape, wide_type(one)) for one in like]
+    return Found(fields, [0.0] * len(fields), _add_all)
 
 
-def _apart(message: torch.Tensor, fields: Sequence[Field]) -> list[torch.Tensor]:
-    """Views of what a message holds."""
-    pieces = message.split([field.num_bytes for field in fields])
-    return [
-        piece.view(field.dtype).view(field.shape)
-        for piece, field in zip(pieces, fields, strict=True)
-    ]
+def outputs_of(like: Tensors) -> Found:
+    """Shares of an output and its log-sum-exp like these, which are merged."""
+    return Found([Field(one.shape, wide_type(one)) for one in like], (0.0, -math.inf), _merge_all)
+
+
+def _add_all(totals: Tensors, others: Tensors) -> None:
+    for total, other in zip(totals, others, strict=True):
+        total += other
+
+
+def _merge_all(totals: Tensors, others: Tensors) -> None:
+    """As `merge`; of some rows neither has found anything."""
+    (total, before), (out, lse) = totals, others
+    share = torch.where(lse == -math.inf, 0.0, torch.sigmoid(lse - before))
+    torch.lerp(total, out, share[..., None], out=total)
+    torch.logaddexp(before, lse, out=before)
 
 
 def block_at(layout: TokenLayout, queries: int, keys: int) -> tuple[Rows, Rows, Block]:

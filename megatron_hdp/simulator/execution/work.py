@@ -155,11 +155,10 @@ def _passes(
         own_s = rings.own_pass_s(count, lead, step, hop)
         np.add.at(own, members, own_s * np.repeat(times, count))
         most = np.maximum.reduceat(step, np.cumsum(count) - count)
-        exposed = times * (count - 1) * np.maximum(0.0, hop - most)
-        if share == _BACKWARD:
-            home = work.home_s[of] * turns.sent
-            exposed += home
-            np.add.at(seconds, of, home)
+        home = work.home_s[of] * turns.sent * (share == _BACKWARD)
+        np.add.at(seconds, of, home)
+        np.add.at(own, members, np.repeat(home, count))
+        exposed = times * (count - 1) * np.maximum(0.0, hop - most) + home
         found.exposed_s[run] += np.bincount(of, exposed, len(seconds))
         passes.append(seconds)
     weights = pipeline.row_weights

@@ -17,9 +17,12 @@ from tests.support.ring_cases import KV_HEADS, errors_of_part, gloo_comm
 HEAD_DIM = 8
 
 
-def attend_on_one_rank(ring, chunks, local_lengths, dtype=torch.float64, kernel=None, **how):
+def attend_on_one_rank(
+    ring, chunks, local_lengths, dtype=torch.float64, kernel=None, ranks_per_node=0, **how
+):
     """Largest relative error of (out, dq, dk, dv) over this rank's tokens; (error, bytes sent)."""
-    comm, attend = gloo_comm(), RingAttention(kernel or CpuFlashKernel())
+    comm = gloo_comm(ranks_per_node=ranks_per_node)
+    attend = RingAttention(kernel or CpuFlashKernel())
     errors = errors_of_part(
         attend, comm, ring, chunks, local_lengths, dtype, head_dim=HEAD_DIM, **how
     )
@@ -27,10 +30,14 @@ def attend_on_one_rank(ring, chunks, local_lengths, dtype=torch.float64, kernel=
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 6])
-def test_ring_equals_full_attention(run_ranks, degree):
+@pytest.mark.parametrize(
+    "degree, ranks_per_node", [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2), (5, 0), (6, 2), (6, 3)]
+)
+def test_ring_equals_full_attention(run_ranks, degree, ranks_per_node):
+    """With ranks per node it is double."""
     ring = list(range(degree))[::-1]  # ring order is not rank order
-    results = run_ranks(degree, attend_on_one_rank, ring, chunks=[5, 1, 8], local_lengths=[7, 1])
+    how = {"chunks": [5, 1, 8], "local_lengths": [7, 1], "ranks_per_node": ranks_per_node}
+    results = run_ranks(degree, attend_on_one_rank, ring, **how)
     assert max(error for error, _ in results) < 1e-13
     if degree > 1:
         kv_row_bytes = 2 * KV_HEADS * HEAD_DIM * 8

@@ -61,7 +61,7 @@ def pieces_of_rank(sharded, local, num_parts, linear_tokens, degree, index):
     return parts
 
 
-def run_parts(seeds, way=None, window=None, has_sink=False, break_it=None):
+def run_parts(seeds, way=None, window=None, has_sink=False, break_it=None, ranks_per_node=0):
     """Body of a rank: of each case the largest error of (out, dq, dk, dv) and bytes sent.
 
     Args:
@@ -71,8 +71,9 @@ def run_parts(seeds, way=None, window=None, has_sink=False, break_it=None):
         has_sink: whether each head has a sink.
         break_it: "order": the first part goes back first; "halo": is one token short; "lse": that
             of queries that travel is not merged; "row sums": theirs are left out.
+        ranks_per_node: of a double ring; 0: it is plain.
     """
-    comm, planted = gloo_comm(), PLANTED.get(break_it, ())
+    comm, planted = gloo_comm(ranks_per_node=ranks_per_node), PLANTED.get(break_it, ())
     if way is not None:
         planted = (*planted, (dense, "queries_travel", lambda *_: way == "queries"))
     with ExitStack() as stack:
@@ -114,7 +115,9 @@ def _run_one(comm, seed, window, has_sink, break_it, is_forced):
     assert comm.bytes_sent == expected_bytes, (seed, comm.bytes_sent, expected_bytes)
     if window is None and not is_forced:  # by the memory model: twice, and gradients twice
         held = sum(buffer.numel() for buffer in comm._buffers.values())
-        assert held <= 4 * 2 * KV_HEADS * HEAD_DIM * 8 * max([0, *map(_keys_in_ring, layouts)])
+        rows = max([0, *map(_keys_in_ring, layouts)])
+        num_buffers = 9 if comm.ranks_per_node else 4
+        assert held <= num_buffers * 2 * KV_HEADS * HEAD_DIM * 8 * rows
     return max(errors, default=0.0)
 
 
@@ -154,10 +157,12 @@ def test_keys_wait_on_the_host(run_ranks, degree):
     assert max(error for errors in results for error in errors) < 1e-12
 
 
-@pytest.mark.parametrize("degree", [1, 2, 3, 4])
-def test_attention_in_parts_equals_full_attention(run_ranks, degree):
+@pytest.mark.parametrize("degree, ranks_per_node", [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2), (6, 2)])
+def test_attention_in_parts_equals_full_attention(run_ranks, degree, ranks_per_node):
+    """With ranks per node the ring is double."""
+    how = {"has_sink": degree == 2, "ranks_per_node": ranks_per_node}
     for way in (None, "keys", "queries"):
-        results = run_ranks(degree, run_parts, range(12), way, has_sink=degree == 2)
+        results = run_ranks(degree, run_parts, range(12), way, **how)
         assert max(error for errors in results for error in errors) < 1e-12, way
 
 
