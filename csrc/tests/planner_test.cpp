@@ -146,15 +146,15 @@ TEST(test_place_set) {
 TEST(test_cost_model) {
   hdp::CostModel cost{1.0, 2.0, 0.0, 8.0, 1.0, 0.5, 4};
   CHECK(hdp::compute_s(cost, 24) == 624);
-  CHECK(hdp::transfer_s(cost, 4, 24, true) == 3 * 0.75 * 24 * 8);
-  CHECK(std::abs(hdp::ring_s(cost, 24, 2, true) - 456) < 1e-9);
-  CHECK(std::abs(hdp::ring_s(cost, 24, 4, true) - 480) < 1e-9);
+  CHECK(hdp::transfer_s(cost, 4, 24, hdp::kOneNode) == 3 * 0.75 * 24 * 8);
+  CHECK(std::abs(hdp::ring_s(cost, 24, 2, hdp::kOneNode) - 456) < 1e-9);
+  CHECK(std::abs(hdp::ring_s(cost, 24, 4, hdp::kOneNode) - 480) < 1e-9);
   CHECK(hdp::greatest_hidden_degree(cost, 24, 64) == 2);
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 51);  // 1 + floor(2400 x 0.5 / 24)
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 7) == 7);
   // two hops of 64 and 128 s, 7 s more each; 64 and 128 s of attention a step
   cost.intra_node_hop_all_layers_s = 7;
-  CHECK(std::abs(hdp::exposed_s(cost, 3, 24, 576, true) - 28) < 1e-9);
+  CHECK(std::abs(hdp::exposed_s(cost, 3, 24, 576, hdp::kOneNode) - 28) < 1e-9);
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 4) == 4);
   CHECK(hdp::greatest_hidden_degree(cost, 24, 4) == 1);
   cost.inter_node_hop_all_layers_s = 39900;
@@ -165,9 +165,9 @@ TEST(test_cost_model) {
   CHECK(hdp::fixed_s(cost, 3) == 5);
   CHECK(hdp::parts_within(cost, 9, 12, 7) == 3);  // 12 / 3 + 3, as 12 / 4 + 4
   CHECK(std::isinf(hdp::parts_within(cost, 9, 12, 6)));
-  const double without = hdp::ring_s(cost, 24, 4, true, 2);
+  const double without = hdp::ring_s(cost, 24, 4, hdp::kOneNode, 2);
   cost.merge_b = 1;
-  CHECK(std::abs(hdp::ring_s(cost, 24, 4, true, 2) - without - 9) < 1e-9);  // 3 steps of 6 tokens
+  CHECK(std::abs(hdp::ring_s(cost, 24, 4, hdp::kOneNode, 2) - without - 9) < 1e-9);  // 3 steps of 6 tokens
   CHECK(hdp::parts_within(cost, 8, 20, 15) == 3);  // 20 / 3 + 2 steps of 8 / 3 tokens + 3
   CHECK(std::isinf(hdp::parts_within(cost, 8, 20, 8)));
   CHECK(hdp::parts_within(cost, 8, 7, 8) == 1 && std::isinf(hdp::parts_within(cost, 8, 7, 7)));

@@ -73,6 +73,10 @@ COST_MODELS = {
         merge_b=2e-3,
         **_SLOW_NODE,
     ),
+    "double rings": _model(
+        *(1e-4, 1e-4), links=(5e3, 1e3), node=2, num_layers=3, double_rings=True, **_HOPS
+    ),
+    "wide nodes": _model(1e-4, 1e-4, links=(3e3, 1e3), node=4, double_rings=True),
     "fast host": _model(
         1e-6, 1e-3, num_layers=12, activation_bytes_per_token=1.0, host_bytes_per_s=1e6
     ),

@@ -69,6 +69,31 @@ def test_every_hop_takes_its_latency_in_each_layer_and_pass() -> None:
     assert evaluate(small_plan(), across).exposed_s[0] == pytest.approx(2 * (36 - 64 / 3))
 
 
+def test_a_double_ring_sends_on_the_links_of_all_members_of_a_node() -> None:
+    # four ranks in nodes of two; a ring of all: 24 / 4 = 6 bytes a hop forward, twice backward
+    plan = small_plan(
+        rank_offsets=[0, 4, 5, 6],
+        ranks=[0, 1, 2, 3, 3, 0],
+        **{"local_offsets": [0, 0, 0, 0], "local_sequences": [], "local_ranks": []},
+    )
+    links = {"intra_node_bytes_per_s": 0.5, "inter_node_bytes_per_s": 0.1, "ranks_per_node": 2}
+    plain = dataclasses.replace(COST, **links)
+    step_s = 24**2 / 16
+    hops_s = 3 * ((60 - step_s / 3) + (120 - 2 * step_s / 3))
+    assert evaluate(plan, plain).exposed_s[0] == pytest.approx(hops_s)
+    # two links: 6 / 0.2 = 30 s a hop, and 6 bytes of gradients home on one of them, not on two
+    double = dataclasses.replace(plain, double_rings=True)
+    hops_s = 3 * ((30 - step_s / 3) + (60 - 2 * step_s / 3))
+    assert evaluate(plan, double).exposed_s[0] == pytest.approx(hops_s + 60 - 30)
+    # within a node no hop is faster than the node's links
+    assert evaluate(plan, dataclasses.replace(double, intra_node_bytes_per_s=0.15)).exposed_s[
+        0
+    ] == (pytest.approx(3 * ((40 - step_s / 3) + (80 - 2 * step_s / 3)) + 60 - 40))
+    # three members of a node and one of another: groups of one
+    apart = dataclasses.replace(double, ranks_per_node=3)
+    assert evaluate(plan, apart).exposed_s[0] == evaluate(plan, plain).exposed_s[0]
+
+
 def test_every_block_takes_its_time_in_each_layer_and_pass() -> None:
     # 2 passes x 5 layers x 0.5 s: three steps of the ring, one more on rank 2 for its local
     # sequence, one for each of the other two micro-batches
