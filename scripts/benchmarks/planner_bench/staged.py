@@ -26,6 +26,9 @@ OURS = "auto"
 IN_PARTS = "in parts"
 """What results of ours are named whose micro-batches may run in parts, on V = 1."""
 
+ON_DOUBLE_RINGS = "double rings"
+"""The same on rings that use the links of all their members of a node."""
+
 _KEPT_PLANS = 256  # of one case for all V and seeds, so that the next one may have the same
 
 
@@ -72,21 +75,24 @@ def measure_staged(
     sequence_parts: int = 1,
 ) -> Iterator[Staged]:
     """Yield the result of each strategy with each V on one batch, and of ours in parts."""
-    whole = case.request(seed)
-    columns = [(strategy, chunks, 1) for strategy in strategies for chunks in virtual_stages]
+    columns = [(name, name, case, chunks, 1) for name in strategies for chunks in virtual_stages]
     if sequence_parts > 1:
-        columns.append((OURS, 1, sequence_parts))
-    for strategy, chunks, parts in columns:
-        planned = _planned(*told_of(case, strategy, chunks), parts, seed, repeats)
+        costs = dataclasses.replace(case.cost_model, double_rings=True)
+        double = dataclasses.replace(case, cost_model=costs)
+        columns.append((IN_PARTS, OURS, case, 1, sequence_parts))
+        columns.append((ON_DOUBLE_RINGS, OURS, double, 1, sequence_parts))
+    for name, strategy, one, chunks, parts in columns:
+        planned = _planned(*told_of(one, strategy, chunks), parts, seed, repeats)
         result = Staged(
             case=case.name,
             seed=seed,
-            strategy=IN_PARTS if parts > 1 else strategy,
+            strategy=name,
             virtual_stages=chunks,
             problem=planned.problem,
         )
         if planned.plan is not None:
             pipeline = Pipeline(case.pipeline_stages, chunks)
+            whole = one.request(seed)
             request = dataclasses.replace(whole, pipeline=pipeline, sequence_parts=parts)
             figures = judged(planned.plan, request)
             result = dataclasses.replace(
