@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron_hdp.planner.cost_model import query_ratio_of
 from megatron_hdp.planner.parts import queries_travel
+from megatron_hdp.planner.query_ratio import query_ratio_of
 from megatron_hdp.runtime.kernels import CpuFlashKernel
 from megatron_hdp.runtime.ring import (
     EarlierKeys,

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.planner.cost_model import query_ratio_of
+from megatron_hdp.planner.query_ratio import query_ratio_of
 from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Weights
 
 

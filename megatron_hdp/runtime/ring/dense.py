@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from megatron_hdp.planner.cost_model import query_ratio_of
 from megatron_hdp.planner.parts import queries_travel
+from megatron_hdp.planner.query_ratio import query_ratio_of
 from megatron_hdp.runtime.kernels import AttentionKernel, Block, Forward
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout

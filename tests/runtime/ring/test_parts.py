@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_hdp.planner.cost_model import query_ratio_of
 from megatron_hdp.planner.parts import cut_in_parts
+from megatron_hdp.planner.query_ratio import query_ratio_of
 from megatron_hdp.planner.slices import chunk_tokens
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.offload import ActivationOffload
