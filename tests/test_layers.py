@@ -24,6 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "options": set(),
     **dict.fromkeys(("exit_codes", "nearest", "strategies", "arrays", "files"), set()),
     **dict.fromkeys(("compiled", "overrides", "processes", "planner"), set()),
+    "planner/network": {"planner"},
     "planner/online": {"planner"},
     "planner/experts": {"planner"},
     "planner/shape": {"planner"},
@@ -130,8 +131,9 @@ PLANNER_PACKAGES = {"numpy", "orjson"} | set(sys.stdlib_module_names)
 # megatron/cpu and megatron/checkpoint are named one by one: importing all of them would import
 # Megatron too early, or where it is not needed.
 FACES = {
-    *("planner/online", "planner/experts", "planner/shape", "planner/stages", "planner/memory"),
-    *("runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload", "runtime/ring"),
+    *("planner/network", "planner/online", "planner/experts", "planner/shape", "planner/stages"),
+    *("planner/memory", "runtime/cuda", "runtime/health", "runtime/kernels", "runtime/offload"),
+    "runtime/ring",
     *("runtime/attention", "runtime/copies", "runtime/loss", "megatron/options", "megatron/model"),
     *("megatron/optimizer", "megatron/execution", "megatron/step", "megatron/doctor"),
     *("megatron/world", "runtime/epochs"),

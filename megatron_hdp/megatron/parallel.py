@@ -22,7 +22,7 @@ from megatron_hdp.megatron.options import (
     num_model_chunks,
     token_multiple,
 )
-from megatron_hdp.planner.channels import Nccl
+from megatron_hdp.planner.network import Nccl
 from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.health import restart_meetings, store_of_attempt
 from megatron_hdp.runtime.ring import RingComm, new_ring_group, running_nccl

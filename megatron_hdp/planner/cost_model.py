@@ -154,7 +154,7 @@ class CostModel:
     backward where micro-batches are recomputed; 0: not known, so that none is."""
     double_rings: bool = False
     """Whether rings of several nodes pass from one to the next on the links of all members of a
-    node (`planner.links`); else on one."""
+    node (`planner.bounds`); else on one."""
     runtime_bytes: float = 0.0
     """Bytes of a GPU that PyTorch does not count, as measured: CUDA, libraries, NCCL; 0: not
     known. ``check`` counts with them, plans do not."""
@@ -163,7 +163,7 @@ class CostModel:
     channels: int = 0
     """NCCL's channels of two neighbours with which bandwidths were measured; 0: nobody knows."""
     slowed: str = ""
-    """How a job's fewer channels lower bandwidths (`planner.channels`), likewise; else empty."""
+    """How fewer channels lower a job's bandwidths (`planner.network`), likewise; else empty."""
 
     def __post_init__(self) -> None:
         for name in ("doubt", "slowed"):

@@ -11,12 +11,13 @@ from megatron_hdp.planner.bounds import (
     block_s,
     compute_s,
     fixed_s,
+    links_of,
     merge_s,
+    numbers_of_links,
     sent_bytes,
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import counts_of, owners_of, span_of
-from megatron_hdp.planner.links import links_of, numbers_of_links
 from megatron_hdp.planner.types import Plan
 
 
@@ -45,7 +46,7 @@ class MemberWork(NamedTuple):
     hop_s: Float64Array
     """Of each micro-batch: latency of a hop, in one pass."""
     home_s: Float64Array
-    """Of each micro-batch: backward's last hop, so far as nothing hides it (`planner.links`)."""
+    """Of each micro-batch: backward's last hop, so far as nothing hides it (`bounds.Links`)."""
     ring_bytes: Float64Array
     """Of each micro-batch: sent by all members."""
 

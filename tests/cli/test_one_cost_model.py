@@ -21,8 +21,8 @@ from megatron_hdp.megatron.options import parse_arguments, vocab_size_of
 from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner import LLAMA_7B
-from megatron_hdp.planner.channels import Nccl
 from megatron_hdp.planner.memory import kept_after_forward
+from megatron_hdp.planner.network import Nccl
 from megatron_hdp.planner.shape import MODELS
 from megatron_hdp.runtime.attention import AttentionByLatent
 from tests.cli.test_check import CONFIGS

@@ -93,7 +93,7 @@ def swapping(plain: Any, first: str, second: str) -> Any:
 
 
 def test_two_swapped_coefficients_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = [name for name, value in COST_MODEL.items() if isinstance(value, float | int)]
+    numbers = [name for name, value in COST_MODEL.items() if type(value) in (float, int)]
     plain, expected = _core.Problem, figures()
     for pair in itertools.combinations(numbers, 2):
         monkeypatch.setattr(_core, "Problem", swapping(plain, *pair))

@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 
 from megatron_hdp.planner import LLAMA_7B
-from megatron_hdp.planner.channels import Nccl, channels_of_a_pair, following
+from megatron_hdp.planner.network import Nccl, channels_of_a_pair, following
 
 V27, V28, V29, V30 = (2, 27, 7), (2, 28, 9), (2, 29, 7), (2, 30, 7)
 SIZES = [2**power for power in range(3, 15)]  # 8 to 16,384

@@ -21,7 +21,7 @@ from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.options import model_shape, parse_arguments
 from megatron_hdp.megatron.step import setup
 from megatron_hdp.planner import LLAMA_7B, CostModel
-from megatron_hdp.planner.channels import Nccl
+from megatron_hdp.planner.network import Nccl
 from megatron_hdp.profile import command, job
 from megatron_hdp.profile.cases import COMPUTE, EXPERTS, RING, Case, Room
 from megatron_hdp.profile.fitting import Fit, Shape
@@ -309,7 +309,7 @@ def test_two_ranks_tell_what_the_fit_has_not_seen(tmp_path, capsys):
 
 
 def test_the_channels_of_a_measurement_are_in_its_file(monkeypatch):
-    """On one node of eight; a job of more nodes then has less, see `planner.channels`."""
+    """On one node of eight; a job of more nodes then has less, see `planner.network.channels`."""
     monkeypatch.setattr(job, "coefficients_of", lambda fit: {"intra_node_hop_s": 1e-6})
     monkeypatch.setattr(job.parallel, "nccl_of_rings", lambda arguments: Nccl((2, 30, 7), True, 16))
     counted = replace(LLAMA_7B, slowed="of the job that measured")

@@ -17,10 +17,10 @@ from megatron_hdp.megatron.options import (
     planned_weights,
 )
 from megatron_hdp.planner import CostModel, Plan
-from megatron_hdp.planner.channels import Nccl
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
 from megatron_hdp.planner.lockstep import knows_stages
 from megatron_hdp.planner.memory import Job
+from megatron_hdp.planner.network import Nccl
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.shape import ring_ways
 from megatron_hdp.simulator.execution import Setting

@@ -8,8 +8,8 @@ from megatron_hdp.cli.shared.numbers import read_speeds
 from megatron_hdp.megatron.options import shape_in
 from megatron_hdp.options import HdpOptions
 from megatron_hdp.planner import CostModel
-from megatron_hdp.planner.channels import Nccl, following
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
+from megatron_hdp.planner.network import Nccl, following
 from megatron_hdp.planner.shape import BYTES_PER_VALUE, MODELS, Model, model_of
 from megatron_hdp.simulator.units import short
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_hdp.planner.channels import VARIABLES
+from megatron_hdp.planner.network import VARIABLES
 
 
 @dataclass(frozen=True)

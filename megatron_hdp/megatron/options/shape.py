@@ -26,8 +26,8 @@ from megatron_hdp.megatron.options.parsing import build_parser
 from megatron_hdp.megatron.options.position_checks import check_positions, layers_without_positions
 from megatron_hdp.options import OptionError, check_values, from_namespace, yaml_to_argv
 from megatron_hdp.planner import CostModel
-from megatron_hdp.planner.channels import Nccl, following
 from megatron_hdp.planner.memory import Job, input_share, kept_after_forward
+from megatron_hdp.planner.network import Nccl, following
 from megatron_hdp.planner.online import speeds_in
 from megatron_hdp.planner.shape import (
     Attention,

@@ -48,7 +48,7 @@ class Job:
     runs_parts: bool = False
     """Whether micro-batches run in parts, whose keys and values later parts see."""
     double_rings: bool = False
-    """Whether rings over several nodes are double (`planner.links`)."""
+    """Whether rings over several nodes are double (`planner.bounds`)."""
 
     @property
     def hdp_ranks(self) -> int:

@@ -13,9 +13,15 @@ from typing import Self
 
 import numpy as np
 
-from megatron_hdp.planner.bounds import attention_s, exposed_s, merge_s, sent_bytes
+from megatron_hdp.planner.bounds import (
+    attention_s,
+    exposed_s,
+    links_of,
+    merge_s,
+    numbers_of_links,
+    sent_bytes,
+)
 from megatron_hdp.planner.cost_model import CostModel
-from megatron_hdp.planner.links import links_of, numbers_of_links
 
 _PROJECTIONS_OF_A_HOP = 4  # forward; in backward once more, gradient of the input, of the weights
 

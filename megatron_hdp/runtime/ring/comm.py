@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.planner.links import group_size
+from megatron_hdp.planner.bounds import group_size
 from megatron_hdp.planner.memory import IN_FLIGHT_BYTES
 from megatron_hdp.runtime.timeline import DEVICE_WAIT, RING_WAIT, Timeline
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.planner.channels import VARIABLES, Nccl
+from megatron_hdp.planner.network import VARIABLES, Nccl
 from megatron_hdp.runtime.ring import nccl_channels
 
 _CPU = torch.device("cpu")

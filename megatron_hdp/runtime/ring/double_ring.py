@@ -1,4 +1,6 @@
-"""A ring that uses the links of all members of a node: Double-Ring-Attention (`planner.links`).
+"""A ring that uses the links of all members of a node: Double-Ring-Attention.
+
+What it takes: `planner.bounds`.
 
 The D members are M groups of m neighbours, each group in one node; member ``l`` of group ``n`` has
 place ``n m + l``. In the first of M rounds what the members of a group hold goes around in their

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_hdp.planner.channels import FIELDS, VARIABLES, Field, Version
+from megatron_hdp.planner.network import FIELDS, VARIABLES, Field, Version
 
 _MAGIC, _UNSET = 0xCAFEBEEF, -(2**31)
 _HEADER = struct.Struct("=QII")  # bytes of the structure, magic, version that it was compiled for

@@ -16,7 +16,7 @@ from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.doctor import doctor, surroundings
 from megatron_hdp.megatron.doctor.doctor import SEAMS, Seam, check_seam, diagnose
-from megatron_hdp.planner.channels import Nccl
+from megatron_hdp.planner.network import Nccl
 from megatron_hdp.runtime import ring
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")

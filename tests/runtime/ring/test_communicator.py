@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.planner import CostModel, plan
-from megatron_hdp.planner.channels import Nccl
+from megatron_hdp.planner.network import Nccl
 from megatron_hdp.runtime.ring import communicator
 from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-from megatron_hdp.planner.links import group_size
+from megatron_hdp.planner.bounds import group_size
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.double_ring import Groups
 from megatron_hdp.runtime.ring.layout import TokenLayout
