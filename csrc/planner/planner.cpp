@@ -69,7 +69,8 @@ std::vector<std::string> strategies() {
 
 Answer make_plan(const Problem& given, const std::string& strategy) {
   Problem problem = given;
-  problem.streams = given.streams && strategy == "dp-balance";  // the others know none
+  // the others know none
+  problem.streams = given.streams && (strategy == "dp-balance" || strategy == "static");
   problem.recompute = given.recompute && (strategy == "dp-balance" || strategy == "pp-balance");
   check(problem);
   Answer answer;

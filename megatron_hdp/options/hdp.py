@@ -80,6 +80,13 @@ class HdpOptions:
         "that no ring holds otherwise, or that is faster so, on fewer ranks, although it computes "
         "its forward twice. The others run as --recompute-granularity says.",
     )
+    hdp_stream_sums: str = option(
+        "float32",
+        choices=("float32", "model"),
+        help="In what a stream adds up gradients of keys and values that wait for earlier parts. "
+        "model: in the type of the model's weights; in bfloat16 a third less memory for what a "
+        "stream keeps, and sums that are rounded at every later part.",
+    )
     hdp_data: Path | None = option(
         None,
         metavar="FILE",

@@ -36,6 +36,11 @@ With s the tokens of a sequence and D the ranks that share it:
   ring has its D - 1 hops in each pass, which carry the part's keys and those of earlier parts of
   its first sequence, or as much as ``query_ratio`` times the keys of its own tokens: its queries
   and what they find; a part's own attention hides them
+- a stream in c parts computes its forward twice. With its keys on the device, those made of latents
+  are made anew for each part (``projection_b``); else those of each earlier part have a block a
+  step, a pass of the ring and a merge of their own, and all but the first ``(1 - r) c`` come from
+  the host in each forward, in backward with the sums of gradients (``sum_ratio``), under the
+  part's compute; so does a sixth of ``halo_bytes``
 - with P pipeline stages a micro-batch takes 1/P of its time on each stage, one third of it forward,
   two thirds backward
 - a micro-batch that is recomputed computes its forward twice: a third more of all but traffic, its
@@ -73,7 +78,7 @@ _VALUE_BYTES, _HEAD_CHANNELS = 2, 128
 _MAY_BE_ZERO = (
     *("a", "b", "kv_bytes_per_token", "g", "activation_bytes_per_token", "attention_b"),
     *("b_experts", "block_s", "intra_node_hop_s", "inter_node_hop_s", "merge_b", "window_share"),
-    *("halo_bytes", "query_ratio", "input_share", "runtime_bytes"),
+    *("halo_bytes", "query_ratio", "input_share", "projection_b", "sum_ratio", "runtime_bytes"),
 )
 
 _LONGEST = 2**40
@@ -155,6 +160,12 @@ class CostModel:
     double_rings: bool = False
     """Whether rings of several nodes pass from one to the next on the links of all members of a
     node (`planner.bounds`); else on one."""
+    projection_b: float = 0.0
+    """The part of ``merge_b`` for keys and values that each step makes of the latents it is given,
+    by tokens of these, not by those that attend."""
+    sum_ratio: float = 2.0
+    """Bytes of the sums of gradients that a stream keeps of its keys and values, per those of
+    these: 2 where the model is in bfloat16 and sums are in float32."""
     runtime_bytes: float = 0.0
     """Bytes of a GPU that PyTorch does not count, as measured: CUDA, libraries, NCCL; 0: not
     known. ``check`` counts with them, plans do not."""
@@ -361,6 +372,7 @@ class CostModel:
             b=one.b / tensor_ranks,
             attention_b=one.attention_b / tensor_ranks,
             merge_b=one.merge_b / tensor_ranks,
+            projection_b=one.projection_b / tensor_ranks,
             b_experts=one.b_experts / tensor_ranks,
             intra_node_bytes_per_s=one.intra_node_bytes_per_s * tensor_ranks,
             inter_node_bytes_per_s=one.inter_node_bytes_per_s * tensor_ranks,

@@ -359,9 +359,12 @@ def _go_in_parts(
             )
         ring_bytes[m] *= sum(sent) * (_TWICE if is_stream[m] else 1)
         if on_host[m]:
-            for size, seen_share in zip(sizes, seen, strict=True):
+            before = np.cumsum([0.0, *(size.tokens for size in sizes)])
+            num_on_device = len(sizes) - plan.host_parts_of(run.start + m)
+            for number, (size, seen_share) in enumerate(zip(sizes, seen, strict=True)):
+                there = before[number] - before[num_on_device] if number > num_on_device else 0.0
                 exposed[members] += _copied_s(
-                    size.earlier / work.degrees[m],
+                    min(size.earlier, there) / work.degrees[m],
                     work.attention_s[members] * seen_share + work.token_s[members] * size.tokens,
                     cost_model,
                 )
@@ -372,10 +375,13 @@ def _copied_s(earlier: float, computed_s: Float64Array, cost_model: CostModel) -
     """Seconds of a stream's part for copies from the host and back that its compute does not hide.
 
     Keys and values of earlier parts come in both forwards and in backward, where the sums of their
-    gradients, twice as many bytes, come and leave again beside them.
+    gradients come and leave again beside them.
     """
+    if earlier == 0:
+        return np.zeros_like(computed_s)
     copied_s, hiding_s = earlier * cost_model.kv_bytes_per_token, computed_s / 3
+    copied_s += cost_model.halo_bytes / 6
     copied_s /= cost_model.host_bytes_per_s
     found: Float64Array = 2 * np.maximum(0.0, copied_s - hiding_s)
-    found += np.maximum(0.0, 3 * copied_s - 2 * hiding_s)
+    found += np.maximum(0.0, (1 + cost_model.sum_ratio) * copied_s - 2 * hiding_s)
     return found

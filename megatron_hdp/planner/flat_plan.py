@@ -132,7 +132,8 @@ class FlatPlan:
     """Where parts are cut: what a token takes besides attention, in keys that it could see."""
     streams: BoolArray | None = None
     """Which micro-batches are streams: parts of equal tokens that are computed again in backward
-    and keep only keys and values, on the host at offload ratio 1; None: none is."""
+    and keep only keys and values, the last ones on the host, as many as the offload ratio says;
+    None: none is."""
     recomputed: BoolArray | None = None
     """Which micro-batches keep the inputs of layers alone, and are computed again in backward,
     layer by layer; None: none is."""
@@ -168,6 +169,10 @@ class FlatPlan:
         if self.num_parts is None:
             return np.ones(self.num_micro_batches, dtype=np.int64)
         return self.num_parts
+
+    def host_parts_of(self, m: int) -> int:
+        """Parts of a stream, the last ones, whose keys and values wait on the host."""
+        return round(float(self.offload_ratios[m]) * int(self.parts_of_each[m]))
 
     @property
     def is_stream(self) -> BoolArray:

@@ -97,7 +97,10 @@ def work_of(
         earlier = parts - 1
         if plan.streams is not None:  # kept on the host each earlier part is met by itself
             on_host = plan.streams[run] & (plan.offload_ratios[run] > 0)
-            earlier = np.where(on_host, parts * (parts - 1) / 2, earlier)
+            of_each = parts * (parts - 1) / 2
+            earlier = np.where(on_host, of_each, earlier)
+            again = np.where(plan.streams[run] & ~on_host, of_each - earlier, 0.0)
+            linear += cost_model.projection_b * tokens * again / parts  # keys made of latents
         fixed = parts * fixed + earlier * degrees * block_s(cost_model, stages)
         linear += cost_model.merge_b * tokens * earlier / parts
     return MemberWork(

@@ -37,8 +37,9 @@ MICRO_BATCH_KEYS = {
     "position": "Its place in the lists of all its ranks, from 0, in plans for experts across HDP "
     "ranks: places without a micro-batch are padding. Left out: it is the next one of each rank.",
     "parts": "Parts in which it runs, cut so that they take equal time. Left out: it runs whole.",
-    "streams": "true: it is a stream. Its parts have equal tokens, keep keys and values alone (on "
-    "the host where offload_ratio is 1) and are computed again in backward. Left out: it is none.",
+    "streams": "true: it is a stream. Its parts have equal tokens, keep keys and values alone "
+    "(the last ones on the host: offload_ratio is their share) and are computed again in backward. "
+    "Left out: it is none.",
     "recompute": "true: it keeps the inputs of layers alone, and is computed again in backward, "
     "layer by layer. Left out: it is not.",
 }

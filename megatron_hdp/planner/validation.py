@@ -130,13 +130,14 @@ def _check_streams(plan: FlatPlan, streams: BoolArray) -> None:
             "shape", f"micro-batch {_first(of_one)} streams in 1 part; expected at least 2"
         )
     ratios = plan.offload_ratios
-    partly = streams & (ratios != 0) & (ratios != 1)
+    host_parts = ratios * plan.parts_of_each
+    partly = streams & (np.abs(host_parts - np.round(host_parts)) > 1e-9 * plan.parts_of_each)
     if partly.any():
         m = _first(partly)
         raise PlanError(
             "shape",
-            f"offload ratio of micro-batch {m}, a stream, is {ratios[m]}; expected 0 or 1: whether "
-            "its keys and values wait on the host",
+            f"offload ratio of micro-batch {m}, a stream, is {ratios[m]}; expected a share of its "
+            f"{plan.parts_of_each[m]} parts: those whose keys and values wait on the host",
         )
 
 

@@ -393,14 +393,24 @@ def test_a_node_that_cannot_hold_what_is_offloaded_is_refused(tmp_path, capsys):
 
 
 def test_streams_are_as_long_as_what_hosts_hold(tmp_path, capsys):
-    """Keys and values of 8 layers, 1,024 values each, and their gradients: 6 bytes a value."""
+    """Keys and values of 8 layers, 1,024 values each, and their gradients: 6 bytes a value.
+
+    Or 4, where these are added up in bfloat16. Half of the capacity keeps some on the device.
+    """
     lines = ("seq-length: 4194304", "hdp-long-sequence: stream", "hdp-offload: auto")
-    path = with_lines(tmp_path, *lines, "hdp-global-batch-tokens: 8388608")
-    found = finding(path, 8, host_memory_bytes=1e12)
-    of_token = 8 * 1024 * 6
-    assert found.is_sound and found.streamed_tokens == 2**19
-    assert found.host_bytes >= 2**19 * of_token
-    assert found.longest_stream_tokens == int(0.95e12 / 8 / of_token) * 8
+    lines += ("hdp-global-batch-tokens: 8388608",)
+    longest, on_host = [], []
+    for sums, of_value in (("float32", 6), ("model", 4)):
+        path = with_lines(tmp_path, *lines, f"hdp-stream-sums: {sums}")
+        found = finding(path, 8, host_memory_bytes=1e12)
+        assert found.is_sound and 2**18 < found.streamed_tokens < 2**19
+        assert found.host_bytes >= found.streamed_tokens * 8 * 1024 * of_value
+        of_hosts = 0.95e12 / 8 / (8 * 1024 * of_value)
+        assert of_hosts < found.longest_stream_tokens / 8 < 1.1 * of_hosts
+        longest.append(found.longest_stream_tokens)
+        on_host.append(found.streamed_tokens)
+    assert longest[1] == pytest.approx(1.5 * longest[0], abs=8) and on_host[1] < on_host[0]
+    path = with_lines(tmp_path, *lines)
     (refusal,) = finding(path, 8, host_memory_bytes=100e9).refusals
     assert "lower --seq-length to" in refusal
     assert main(["check", str(path), "--gpus", "8", "--host-memory", "1TB"]) == 0

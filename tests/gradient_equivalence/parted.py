@@ -119,6 +119,7 @@ def streams() -> dict[str, Case]:
         "latent": (2, joined(MLA, LATENT)),
         "kv": (2, joined(MLA, KV)),
         "experts": (2, joined(EXPERTS)),
+        "sums-rings": (4, {"hdp_stream_sums": "model", "hdp_long_sequence": "stream"}),
         "experts-shared": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"])),
         "experts-across": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"], ACROSS)),
         "experts-across-rings": (4, joined(EXPERTS, EXPERT_MODELS["glm"], ACROSS)),

@@ -1,6 +1,7 @@
 """The extension refuses what numpy and Python can get wrong, without the checks of ``plan``."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ HOPS = {"intra_node_hop_s": 1.1e-3, "inter_node_hop_s": 2.3e-3, "block_s": 1e-3,
 HOST = {"activation_bytes_per_token": 1.2, "host_bytes_per_s": 9e3, "num_layers": 6}
 WINDOWS = {"window_tokens": 30, "window_share": 0.3, "halo_bytes": 5.0}
 LINEAR = {"b": 7e-4, "attention_b": 2e-4, "b_experts": 4e-4, "g": 2e-3}
-KEPT = {"input_share": 0.05}
+KEPT = {"input_share": 0.05, "projection_b": 2e-5, "sum_ratio": 1.7}
 EVERY = CostModel(a=3e-6, kv_bytes_per_token=1.5, **LINEAR | LINKS | HOPS | HOST | WINDOWS | KEPT)
 LENGTHS = [700, 300, 300, 130, *range(20, 90, 7)]
 
@@ -74,11 +75,20 @@ def every(offload: str = "auto", size: int = 2) -> Problem:
     )
 
 
+def streaming(offload: str) -> float:
+    """The time of a sequence that streams, with keys on the host or on the device."""
+    cost_model = replace(EVERY, activation_bytes_per_token=50.0, host_bytes_per_s=600.0)
+    how: Any = {"ranks": 3, "tokens_per_rank": 100, "cost_model": cost_model}
+    problem = Problem.of([900], **how, offload=offload, streams=True)
+    return float(_core.plan(problem.core, "dp-balance")["makespan_s"])
+
+
 def figures() -> list[Any]:
-    """With a batch of which a sequence fits only if it is recomputed."""
+    """With a batch of which a sequence fits only if it is recomputed, and with streams."""
     how: Any = {"ranks": 2, "tokens_per_rank": 100, "cost_model": EVERY, "recompute": "auto"}
-    again = _core.plan(Problem.of(LENGTHS, **how).core, "dp-balance")
-    return [answers(every()), answers(every("off", size=1)), again["makespan_s"]]
+    again = _core.plan(Problem.of(LENGTHS, **how).core, "dp-balance")["makespan_s"]
+    streamed = [streaming("auto"), streaming("off")]
+    return [answers(every()), answers(every("off", size=1)), streamed, again]
 
 
 def swapping(plain: Any, first: str, second: str) -> Any:

@@ -35,7 +35,10 @@ def asked(draw):
         host_bytes_per_s=draw(number([1e6, 1e9])),
         merge_b=draw(number([0.0, 1e-7])),
         query_ratio=draw(number([0.0, 0.8, 3.0])),
-        activation_bytes_per_token=draw(number([1e4, 1e5])),
+        activation_bytes_per_token=draw(number([1e3, 1e4, 1e5])),
+        projection_b=draw(number([0.0, 1e-7])),
+        sum_ratio=draw(number([1.0, 2.0])),
+        **draw(number([{}, {"window_tokens": 50, "window_share": 0.5, "halo_bytes": 3e4}])),
         num_layers=4,
         ranks_per_node=draw(number([1, 2, 4])),
     )
@@ -74,6 +77,23 @@ def test_plans_with_streams_fit_and_take_what_is_said(asked):
     assert made.summary["makespan_s"] <= without.summary["makespan_s"] * 1.003, "streams are slower"
 
 
+@slowly
+@given(asked())
+def test_the_static_mesh_streams_what_all_ranks_cannot_hold(asked):
+    """It serves where the strategy fails, so it must plan whatever a stream on all ranks holds."""
+    lengths, how = asked
+    try:
+        made = plan(lengths, **how, streams=True, strategy="static")
+    except ValueError as error:
+        assert "offload" in str(error) or how["offload"] == "auto"
+        return
+    made.validate(num_layers=4)
+    replayed = evaluate(made, _with_speeds(how))
+    assert replayed.makespan_s == pytest.approx(made.summary["makespan_s"], rel=1e-9)
+    degrees = np.diff(made.rank_offsets)
+    assert (degrees[made.is_stream] == how["ranks"]).all()
+
+
 def _with_speeds(how):
     return replace(how["cost_model"], rank_speeds=how["rank_speeds"] or ())
 
@@ -96,11 +116,24 @@ def test_a_stream_computes_its_forward_twice():
         activation_bytes_per_token=1.0,
         num_layers=4,
     )
-    made = plan([400], ranks=1, tokens_per_rank=100, cost_model=cost, offload="auto", streams=True)
+    how = {"ranks": 1, "tokens_per_rank": 100, "offload": "auto", "streams": True}
+    made = plan([400], **how, cost_model=replace(cost, activation_bytes_per_token=0.01))
     assert made.num_parts.tolist() == [4] and made.offload_ratios.tolist() == [1.0]
     # parts of 100 tokens: 1e-4 s a forward; 100, 200 and 300 tokens come back, at 1e-6 s each
     exposed = sum(2 * max(0, n - 100) + max(0, 3 * n - 200) for n in (0, 100, 200, 300)) * 1e-6
     assert made.summary["makespan_s"] == pytest.approx(400 * 4e-6 + exposed)
+    # with room for 50 / 3 tokens' keys and sums beside parts of 50, for none of a whole part's;
+    # for those of two with sums in the type of the keys, and half as many bytes
+    for changes, on_device, of_sums in (({}, 0, 3), ({"sum_ratio": 1.0}, 2, 2)):
+        of_token = {"activation_bytes_per_token": 1.0 if not changes else 4.0}
+        made = plan([400], **how, cost_model=replace(cost, **changes, **of_token))
+        parts = 8 if on_device else 4
+        assert made.num_parts.tolist() == [parts]
+        assert made.offload_ratios.tolist() == [1 - on_device / parts]
+        size = 400 // parts
+        there = [max(0, n - on_device) * size for n in range(parts)]
+        exposed = sum(2 * max(0, n - size) + max(0, of_sums * n - 2 * size) for n in there) * 1e-6
+        assert made.summary["makespan_s"] == pytest.approx(400 * 4e-6 + exposed)
 
 
 def test_a_sequence_of_many_capacities_streams_on_all_ranks():
@@ -110,7 +143,8 @@ def test_a_sequence_of_many_capacities_streams_on_all_ranks():
         plan([4_000_000], **how, slice_multiple=8)
     made = plan([4_000_000, *[5000] * 40], **how, streams=True, slice_multiple=8)
     at = int(np.flatnonzero(made.streams)[0])
-    assert len(made.micro_batch(at).ranks) == 8 and made.num_parts[at] == 31
+    assert len(made.micro_batch(at).ranks) == 8 and made.num_parts[at] == 2 * 31
+    assert 0.8 < made.offload_ratios[at] < 0.85  # half of the capacity keeps the other parts' keys
     assert made.summary["efficiency"] > 0.74  # of 3/4
 
 
@@ -129,7 +163,7 @@ def test_a_stream_takes_the_place_of_a_ring_that_is_slower():
         ({"streams": 1}, "streams is 1; expected True or False"),
         ({"streams": True, "pipeline_stages": 2}, "streams with 2 pipeline stages"),
         ({"streams": True, "expert_parallel_size": 2}, "expert_parallel_size 2"),
-        ({"streams": True, "strategy": "static"}, "streams=True with the strategy auto"),
+        ({"streams": True, "strategy": "naive"}, "streams=True with the strategy auto"),
     ],
 )
 def test_senseless_streams_are_refused(changes, message):

@@ -61,7 +61,12 @@ def in_streams(plan, *, tokens_per_rank, seed):
     streams = (num_parts > 1) | (rng.random(len(num_parts)) < 0.3)
     num_parts += rng.integers(1, 3, len(num_parts))
     num_parts = np.where(streams, num_parts, plan.parts_of_each)
-    ratios = rng.choice([0.0, 1.0], len(num_parts)) * streams
+    some, all_or_none = (
+        rng.integers(0, num_parts + 1),
+        rng.choice([0, 1], len(num_parts)) * num_parts,
+    )
+    host_parts = np.where(rng.random(len(num_parts)) < 0.5, some, all_or_none)
+    ratios = host_parts / num_parts * streams
     made = replace(
         plan,
         tokens_per_rank=tokens_per_rank,

@@ -89,6 +89,8 @@ void check_cost_model(const CostModel& cost) {
       {"halo_s", cost.halo_s},
       {"query_ratio", cost.query_ratio},
       {"input_share", cost.input_share},
+      {"projection_b", cost.projection_b},
+      {"sum_ratio", cost.sum_ratio},
       {"activation_bytes_per_token", cost.activation_bytes_per_token},
   };
   const std::string of = "cost model: ";

@@ -12,38 +12,58 @@ namespace {
 
 constexpr int64_t kMostParts = int64_t{1} << 20;
 
-// Keys and values in 16 bits and the sums of their gradients in 32, per byte of the first.
-constexpr double kKeptPerKey = 3;
+// Bytes of a ring's buffers for one layer's key or value in 16 bits: twice that and its gradient in
+// 32, per byte of it.
+constexpr double kBufferedPerKey = 6;
 
-// Layers whose kept keys lie in the buffers of a ring besides.
-constexpr double kLayersInBuffers = 2;
+// Bytes of one layer's gradients of all earlier keys on the device, as they are found and added up.
+constexpr double kFoundPerKey = 3;
 
-// Of a token that earlier parts hold: copied to the device in each forward; in backward that and
-// the gradients' sums, which return.
-constexpr double kBackPerKey = 3;
+// Bytes kept per byte of keys and values: these, and the sums of their gradients. As many come back
+// from the host in backward, where the sums return.
+double kept_per_key(const CostModel& cost) { return 1 + cost.sum_ratio; }
 
-// What keys and values that a stream keeps take, per token, in tokens whose activations do.
-double kept_share(const CostModel& cost) {
-  if (cost.activation_bytes_per_token == 0) return 0;
-  const double layers = 1 + kLayersInBuffers / static_cast<double>(cost.num_layers);
-  return kKeptPerKey * layers * cost.kv_bytes_per_token / cost.activation_bytes_per_token;
+// Bytes of the keys and values before a part in layers with a window, of which a ring sends six
+// times as many: before two chunks, forward, and backward they and their gradients.
+double halo_key_bytes(const CostModel& cost) {
+  return cost.halo_s * cost.inter_node_bytes_per_s / 6;
 }
 
-// Calls visit(part, sent, passes): the tokens whose keys and values take as many bytes as go around
-// for the part, and how often something does: kept on the host, keys of each earlier part go around
-// by themselves, the first ones with the part's own.
+// What is kept on the device, in tokens whose activations take as much.
+struct Kept {
+  double per_token = 0;
+  double per_part = 0;   // of layers with a window
+  double in_buffers = 0;  // of a ring, per token of earlier parts whose keys travel
+  double found = 0;       // per token of earlier parts whose keys lie one behind another
+
+  explicit Kept(const CostModel& cost) {
+    if (cost.activation_bytes_per_token == 0) return;
+    const double keys = cost.kv_bytes_per_token / cost.activation_bytes_per_token;
+    per_token = kept_per_key(cost) * keys;
+    per_part = kept_per_key(cost) * halo_key_bytes(cost) / cost.activation_bytes_per_token;
+    in_buffers = kBufferedPerKey * keys / static_cast<double>(cost.num_layers);
+    found = kFoundPerKey * keys / static_cast<double>(cost.num_layers);
+  }
+};
+
+// Calls visit(part, sent, passes, from_host): the tokens whose keys and values take as many bytes as
+// go around for the part; how often something does: of a stream with keys on the host, those of each
+// earlier part go around by themselves, the first ones with the part's own; and the tokens of
+// earlier parts that come from there.
 template <typename Visit>
 void for_each_part(const CostModel& cost, int64_t length, const Stream& stream,
                    const Visit& visit) {
   const auto s = static_cast<double>(length);
   const double tokens = s / static_cast<double>(stream.num_parts);
-  const double query_ratio = stream.on_host ? 0 : cost.query_ratio;
+  const double query_ratio = stream.on_host() ? 0 : cost.query_ratio;
+  const double on_device = static_cast<double>(stream.num_parts - stream.host_parts) * tokens;
   double begin = 0;
   for (int64_t number = 1; number <= stream.num_parts; ++number) {
     const double end = number < stream.num_parts ? static_cast<double>(number) * tokens : s;
     const PartSize part{end - begin, begin, end * end - begin * begin};
-    const int64_t passes = stream.on_host ? std::max<int64_t>(1, number - 1) : 1;
-    visit(part, traffic_tokens(part, query_ratio), static_cast<double>(passes));
+    const int64_t passes = stream.on_host() ? std::max<int64_t>(1, number - 1) : 1;
+    visit(part, traffic_tokens(part, query_ratio), static_cast<double>(passes),
+          std::max(0.0, begin - on_device));
     begin = end;
   }
 }
@@ -55,19 +75,43 @@ std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t 
   if (recomputes(problem, length, degree)) return std::nullopt;  // in fewer launches
   const int64_t on_a_rank = (degree == 1 ? 1 : 2) * problem.slice_multiple;
   const int64_t units = ceil_div(length, degree * on_a_rank);
-  const auto in_parts = [&](double tokens, bool on_host) -> std::optional<Stream> {
-    const auto most = static_cast<int64_t>(tokens / static_cast<double>(on_a_rank));
-    if (!(tokens > 0) || most == 0) return std::nullopt;
-    const int64_t num_parts = ceil_div(units, most);
-    if (num_parts < 2 || num_parts > kMostParts) return std::nullopt;
-    return Stream{num_parts, on_host, ceil_div(units, num_parts) * on_a_rank};
-  };
   const auto capacity = static_cast<double>(problem.tokens_per_rank);
-  const double kept = kept_share(problem.cost) * static_cast<double>(units * on_a_rank);
-  const std::optional<Stream> device = in_parts(capacity - kept, false);
+  // in the fewest parts, each with `beside` of the capacity, that fit into `tokens`
+  const auto in_parts = [&](double tokens, double beside) -> std::optional<Stream> {
+    for (int64_t num_parts = 1;;) {
+      const double room = tokens - beside * static_cast<double>(num_parts);
+      const auto most = static_cast<int64_t>(room / static_cast<double>(on_a_rank));
+      if (!(room > 0) || most == 0) return std::nullopt;
+      const int64_t needed = ceil_div(units, most);
+      if (needed > kMostParts) return std::nullopt;
+      if (needed <= num_parts) {
+        if (num_parts < 2) return std::nullopt;
+        return Stream{num_parts, 0, ceil_div(units, num_parts) * on_a_rank};
+      }
+      num_parts = needed;
+    }
+  };
+  const Kept kept(problem.cost);
+  const double held = static_cast<double>(units * on_a_rank);
+  const double ratio = problem.cost.query_ratio;
+  // keys of earlier parts lie in a ring's buffers as long as they, not queries, travel
+  const double buffered = degree == 1 ? 0 : kept.in_buffers;
+  const double of_parts = ratio > 0 ? 1 + buffered * std::max(0.0, ratio - 1) : 1;
+  const double of_all = kept.per_token + kept.found + (ratio > 0 ? 0 : buffered);
+  const std::optional<Stream> device =
+      in_parts((capacity - of_all * held) / of_parts, kept.per_part / of_parts);
   if (!problem.offload) return device;
-  const std::optional<Stream> host = in_parts(capacity, true);
-  return device && (!host || device->num_parts <= 2 * host->num_parts) ? device : host;
+  std::optional<Stream> host = in_parts(capacity, 0);
+  if (!host || (device && device->num_parts <= 2 * host->num_parts)) return device;
+  const int64_t num_parts = std::min({2 * host->num_parts, units, kMostParts});
+  const int64_t tokens = ceil_div(units, num_parts) * on_a_rank;
+  const double of_a_part = kept.per_token * static_cast<double>(tokens) + kept.per_part;
+  const double room = capacity - static_cast<double>(tokens);
+  const auto on_device = static_cast<int64_t>(
+      std::min(room / std::max(of_a_part, 1e-300), static_cast<double>(num_parts - 1)));
+  if (on_device > 0) return Stream{num_parts, num_parts - on_device, tokens};
+  host->host_parts = host->num_parts;
+  return host;
 }
 
 int64_t least_stream_degree(const Problem& problem, int64_t length) {
@@ -83,17 +127,18 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
   const auto d = static_cast<double>(degree);
   const auto s = static_cast<double>(length);
   double fixed = fixed_s(cost, degree, s, stream.num_parts) + merge_s(cost, degree, s);
-  if (stream.on_host) {  // a block a step, and a merged result, for each earlier part
-    const auto parts = static_cast<double>(stream.num_parts);
-    const double more = (parts - 1) * (parts - 2) / 2;
-    fixed += more * (d * cost.block_all_layers_s + cost.merge_b * s / parts);
-  }
+  const auto parts = static_cast<double>(stream.num_parts);
+  const double more = (parts - 1) * (parts - 2) / 2;
+  // a block a step, and a merged result, for each earlier part; on the device for all of them, but
+  // keys are made of each one's latents
+  fixed += stream.on_host() ? more * (d * cost.block_all_layers_s + cost.merge_b * s / parts)
+                            : more * cost.projection_b * s / parts;
   const double computed = (compute_s(cost, length) / d + fixed) / speed;
   const double attention = attention_s(cost, length);
   const double bandwidth = bandwidth_of(cost, links);
   const double hop = hop_s(cost, links);
   double exposed = 0;
-  for_each_part(cost, length, stream, [&](const PartSize& part, double around, double passes) {
+  const auto expose = [&](const PartSize& part, double around, double passes, double from_host) {
     const double attended = attention * (part.squares / (s * s)) / d / speed / 3;
     if (degree > 1) {
       const double hiding = (d - 1) / d * attended;
@@ -102,20 +147,22 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
       exposed += 2 * std::max(0.0, hops + sent - hiding) +
                  std::max(0.0, hops + 2 * sent - 2 * hiding) + home_s(cost, degree, around, links);
     }
-    if (stream.on_host) {
+    if (from_host > 0) {
       const double hiding = attended + cost.linear_s_per_token * part.tokens / d / speed / 3;
-      const double copied = part.earlier * cost.kv_bytes_per_token / d / cost.host_bytes_per_s;
+      const double bytes = from_host * cost.kv_bytes_per_token / d + halo_key_bytes(cost);
+      const double copied = bytes / cost.host_bytes_per_s;
       exposed += 2 * std::max(0.0, copied - hiding) +
-                 std::max(0.0, kBackPerKey * copied - 2 * hiding);
+                 std::max(0.0, kept_per_key(cost) * copied - 2 * hiding);
     }
-  });
+  };
+  for_each_part(cost, length, stream, expose);
   return kComputedTwice * computed + exposed;
 }
 
 double stream_traffic_tokens(const CostModel& cost, int64_t length, const Stream& stream) {
   double tokens = 0;
   for_each_part(cost, length, stream,
-                [&](const PartSize&, double around, double) { tokens += around; });
+                [&](const PartSize&, double around, double, double) { tokens += around; });
   return tokens;
 }
 

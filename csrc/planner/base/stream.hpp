@@ -1,5 +1,6 @@
 // Streams: a sequence in parts of equal tokens on a ring, which keeps only keys and values between
-// forward and backward, and is computed again in backward, from the last part to the first.
+// forward and backward, and is computed again in backward, from the last part to the first. Layers
+// with a window keep the halo of the next part.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +13,16 @@ namespace hdp {
 
 struct Stream {
   int64_t num_parts = 2;
-  bool on_host = false;            // its keys and values, with the sums of their gradients
-  int64_t tokens_on_a_rank = 0;    // padded, of its fullest part
+  int64_t host_parts = 0;        // the last ones: their keys, with the sums of gradients, on the host
+  int64_t tokens_on_a_rank = 0;  // padded, of its fullest part
+
+  bool on_host() const { return host_parts > 0; }
 };
 
 // How a sequence streams on so many ranks whose memory does not hold a slice of it: in the fewest
 // parts that fit beside what is kept, on the device if that takes at most twice as many parts as on
-// the host. None if it may not stream, if a slice fits, or if no part fits.
+// the host. Else in twice as many: the first ones keep on the device what it then has room for, the
+// others on the host. None if it may not stream, if a slice fits, or if no part fits.
 std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree);
 
 // The least degree at which the sequence may stream; 0 if there is none up to the number of ranks.

@@ -26,10 +26,10 @@ void Plan::add(const std::vector<int32_t>& ring, const std::vector<SequenceId>& 
 }
 
 void Plan::add_stream(const std::vector<int32_t>& ring, SequenceId sequence, int64_t num_parts,
-                      bool on_host) {
+                      int64_t host_parts) {
   stream_parts.resize(index(num_micro_batches()));
   stream_parts.push_back(static_cast<int32_t>(num_parts));
-  add(ring, {sequence}, on_host ? 1 : 0);
+  add(ring, {sequence}, static_cast<double>(host_parts) / static_cast<double>(num_parts));
 }
 
 void Plan::recompute_last() {

@@ -42,6 +42,8 @@ struct CostModel {
   double query_ratio = 0;     // bytes that go around for a token's queries, per those of its keys
   double input_share = 0;     // of a layer's activations that its input is; 0: not known
   bool double_rings = false;  // rings over nodes use the links of all members of a node
+  double projection_b = 0;    // the part of merge_b for keys that a step makes of what travels
+  double sum_ratio = 2;       // bytes of the sums of a stream's key gradients, per those of its keys
 };
 
 // A count or an id as an index of a vector.
@@ -182,9 +184,9 @@ struct Plan {
   void add(const std::vector<int32_t>& ring, const std::vector<SequenceId>& sharded,
            double offload_ratio = 0);
 
-  // Appends a micro-batch that streams.
+  // Appends a micro-batch that streams; its offload ratio is the share of parts with keys on the host.
   void add_stream(const std::vector<int32_t>& ring, SequenceId sequence, int64_t num_parts,
-                  bool on_host);
+                  int64_t host_parts);
 
   // The micro-batch added last is computed again in backward.
   void recompute_last();

@@ -13,7 +13,8 @@ namespace hdp {
 
 // The fixed DP x CP mesh: every sequence shared by all ranks of one of N / cp groups of
 // consecutive ranks, packed best fit in the order given, bins dealt round-robin to the groups.
-// Throws std::invalid_argument if no divisor of N holds max_length.
+// Throws std::invalid_argument if no divisor of N holds max_length; where sequences may stream, all
+// ranks take those together that they hold, and the others as streams.
 Plan static_mesh(const Problem& problem);
 
 // The degree of the static mesh: the least divisor of the number of ranks at which a sequence of

@@ -4,20 +4,49 @@
 #include <string>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/base/stream.hpp"
 #include "planner/baselines/baselines.hpp"
 #include "planner/baselines/packing.hpp"
 
 namespace hdp {
 namespace {
 
+int64_t slice_of(const Problem& problem, int64_t length, int64_t degree) {
+  return slice_tokens(length, degree, problem.slice_multiple);
+}
+
+// Whether a slice is no larger than the capacity; else the sequence streams, or leaves for the host.
+bool fits(const Problem& problem, int64_t length, int64_t degree) {
+  return slice_of(problem, length, degree) <= problem.tokens_per_rank;
+}
+
 Packed packed_in_order(const Problem& problem, int64_t degree) {
   Packed packed(problem.lengths.size());
   BestFit packing(problem.tokens_per_rank);
   for (const int64_t length : problem.lengths) {
-    packed.add(packing.place(slice_tokens(length, degree, problem.slice_multiple)));
+    if (!fits(problem, length, degree)) continue;
+    packed.add(packing.place(slice_of(problem, length, degree)));
   }
   return packed;
+}
+
+// Puts a sequence that no slice of fits on all ranks, as a micro-batch of its own.
+void add_alone(const Problem& problem, SequenceId id, Plan& plan) {
+  std::vector<int32_t> ring(index(problem.num_ranks));
+  std::iota(ring.begin(), ring.end(), 0);
+  const int64_t length = problem.lengths[index(id)];
+  if (const auto ratio = offload_ratio(problem, length, problem.num_ranks)) {
+    plan.add(ring, {id}, *ratio);
+  } else if (const auto stream = stream_of(problem, length, problem.num_ranks)) {
+    plan.add_stream(ring, id, stream->num_parts, stream->host_parts);
+  } else {
+    throw std::invalid_argument("static: sequence " + std::to_string(id) + " of " +
+                                std::to_string(length) + " tokens cannot stream on all " +
+                                std::to_string(problem.num_ranks) +
+                                " ranks: raise tokens_per_rank, or use offload=\"auto\"");
+  }
 }
 
 }  // namespace
@@ -34,7 +63,8 @@ int64_t static_degree(const Problem& problem) {
 }
 
 Plan static_mesh(const Problem& problem) {
-  const int64_t degree = static_degree(problem);
+  int64_t degree = static_degree(problem);
+  if (degree == 0 && problem.streams) degree = problem.num_ranks;
   if (degree == 0) {
     throw std::invalid_argument("static: a context of " + std::to_string(problem.max_length) +
                                 " tokens does not fit on " + std::to_string(problem.num_ranks) +
@@ -47,12 +77,16 @@ Plan static_mesh(const Problem& problem) {
   Plan plan;
   const auto num_bins = index(packed.num_bins());
   plan.reserve(num_bins, num_bins * ring.size(), problem.lengths.size());
+  for (std::size_t id = 0; id < problem.lengths.size(); ++id) {
+    if (fits(problem, problem.lengths[id], degree)) continue;
+    add_alone(problem, static_cast<SequenceId>(id), plan);
+  }
   for (int64_t bin = 0; bin < packed.num_bins(); ++bin) {
     std::iota(ring.begin(), ring.end(), static_cast<int32_t>(bin % num_groups * degree));
     packed.open(bin, ring, plan);
   }
   for (std::size_t id = 0; id < problem.lengths.size(); ++id) {
-    packed.put(static_cast<SequenceId>(id), plan);
+    if (fits(problem, problem.lengths[id], degree)) packed.put(static_cast<SequenceId>(id), plan);
   }
   return plan;
 }

@@ -230,7 +230,7 @@ void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap
     const auto degree = static_cast<int64_t>(ring.size());
     const int64_t length = batch.length(place);
     if (const auto stream = stream_of(batch.problem, length, degree)) {
-      plan.add_stream(ring, batch.order[place], stream->num_parts, stream->on_host);
+      plan.add_stream(ring, batch.order[place], stream->num_parts, stream->host_parts);
     } else if (recomputes(batch.problem, length, degree)) {
       plan.add(ring, {batch.order[place]});
       plan.recompute_last();

@@ -88,7 +88,7 @@ def _examined(
     found.job = replace(job, runtime_bytes=measured or None)
     if arguments.copies_shards and job.hdp_ranks > 1:
         found.copies_bytes = copies_bytes(shard_bytes(job))
-    _add_memory(found, found.job)
+    _add_memory(found, found.job, cost_model)
     return found
 
 
@@ -115,8 +115,10 @@ def _plan(
             found.warning = cost_model.warning
             setting = run_setting(arguments, job, cost_model)
             longest = plan_longest(setting, arguments.hdp_strategy)
-            if (longest.is_stream & (longest.offload_ratios > 0)).any():
-                found.streamed_tokens = -(-int(longest.lengths[0]) // len(longest.ranks))
+            host_parts = longest.host_parts_of(0)
+            if longest.is_stream[0] and host_parts:
+                of_parts = int(longest.lengths[0]) * host_parts // int(longest.parts_of_each[0])
+                found.streamed_tokens = -(-of_parts // len(longest.ranks))
             found.step = plan_step(arguments, job, setting, preset)
     except ValueError as error:
         found.refusals.append(
@@ -125,7 +127,18 @@ def _plan(
     return cost_model
 
 
-def _add_memory(found: Finding, job: Job) -> None:
+def _kept_on_device(job: Job, cost_model: CostModel | None) -> float:
+    """Tokens on a rank of which a stream keeps keys and sums on the device, others on the host.
+
+    They have half of the capacity: parts take the other half (`csrc/planner/base/stream.hpp`).
+    """
+    if cost_model is None:
+        return 0.0
+    room = job.tokens_per_rank / 2 * cost_model.activation_bytes_per_token
+    return room / (kept_of_stream(job, job.tokens_per_rank // 2) * job.tensor_ranks)
+
+
+def _add_memory(found: Finding, job: Job, cost_model: CostModel | None) -> None:
     most_tokens = max(job.tokens_per_rank, found.step.most_tokens if found.step else 0)
     found.stages = stage_memories(job, most_tokens)
     memory = found.memory = max(found.stages, key=lambda one: one.total)
@@ -137,7 +150,8 @@ def _add_memory(found: Finding, job: Job) -> None:
     if job.streams and found.host_memory_bytes is not None:
         of_gpu = (1 - RESERVE) * found.host_memory_bytes / found.node_gpus
         of_gpu = max(0.0, of_gpu - found.copies_bytes)
-        found.longest_stream_tokens = int(of_gpu / kept_of_stream(job)) * job.hdp_ranks
+        held = of_gpu / kept_of_stream(job) + _kept_on_device(job, cost_model)
+        found.longest_stream_tokens = int(held) * job.hdp_ranks
     _check_host(found, job)
     usable = found.gpu_memory_bytes - found.reserve_bytes
     if memory.total <= usable:

@@ -153,7 +153,7 @@ def _step_lines(finding: Finding) -> list[str]:
     if finding.longest_stream_tokens is not None:
         lines.append(
             f"  longest stream      {finding.longest_stream_tokens:,} tokens: keys, values and "
-            "their gradients fill the hosts"
+            "their gradients fill the hosts and half of the capacity"
         )
     if finding.host_bytes:
         most = max(finding.streamed_tokens, step.most_tokens)

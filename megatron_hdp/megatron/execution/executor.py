@@ -33,7 +33,7 @@ from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, arrays_of
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
 from megatron_hdp.megatron.execution.param_gather import start_param_gather
-from megatron_hdp.megatron.execution.parts import PartedPass, Parts, layouts_of
+from megatron_hdp.megatron.execution.parts import PartedPass, Parts, layouts_of, num_on_device
 from megatron_hdp.megatron.execution.schedule_timers import Pass, noting_compute
 from megatron_hdp.megatron.model import HdpCoreAttention
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
@@ -42,7 +42,7 @@ from megatron_hdp.runtime.gathering import EveryRankError
 from megatron_hdp.runtime.host_to_device import with_arrays_ahead
 from megatron_hdp.runtime.offload import ActivationOffload, saved_bytes
 from megatron_hdp.runtime.pipeline_comm import InterleavedComm, PipelineComm
-from megatron_hdp.runtime.ring import RingComm, TokenLayout
+from megatron_hdp.runtime.ring import RingComm, SumType, TokenLayout, wide_type
 from megatron_hdp.runtime.streamed_comm import StreamedCircle, StreamedComm, StreamedLine
 from megatron_hdp.runtime.timeline import (
     BACKWARD,
@@ -97,7 +97,8 @@ class HdpExecutor:
 
     `chunks` are its parts of the model, in order; one under the plain schedule. With several, or
     where micro-batches may run in parts, `gradient_group` is one more communicator of the pipeline;
-    with both and two stages `more_groups` are another two.
+    with both and two stages `more_groups` are another two. `stream_sums` is the dtype in which
+    streams add up gradients of keys and values.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class HdpExecutor:
         gradient_group: dist.ProcessGroup | None = None,
         runs_parts: bool = False,
         more_groups: Sequence[dist.ProcessGroup] = (),
+        stream_sums: SumType = wide_type,
     ) -> None:
         self.chunks = list(chunks)
         self.place = place
@@ -154,7 +156,10 @@ class HdpExecutor:
                 self._pipeline = InterleavedComm(group, gradient_group, len(chunks), *how)
 
         streamed = self._pipeline if isinstance(self._pipeline, StreamedComm) else None
-        self._in_parts = PartedPass(self._model_pass, config, self._grad_sync, streamed)
+        self._stream_sums = stream_sums
+        self._in_parts = PartedPass(
+            self._model_pass, config, self._grad_sync, streamed, stream_sums
+        )
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self.chunks:
@@ -262,6 +267,7 @@ class HdpExecutor:
     def _reserve_for_stream(self, micro_batch: RankMicroBatch) -> None:
         """Room for keys, values and the sums of their gradients, of all layers and parts."""
         sizes = [len(part.tokens) for part in micro_batch.in_parts()]
+        sizes = sizes[num_on_device(micro_batch) :]
         windows = [
             module.window
             for chunk in self.chunks
@@ -273,9 +279,10 @@ class HdpExecutor:
             sum(sizes) if window is None else len(sizes) * min(window - 1, sum(sizes))
             for window in windows
         )
-        wide = torch.promote_types(self._config.params_dtype, torch.float32).itemsize
-        of_value = self._config.params_dtype.itemsize + wide
-        self.offload.pool.reserve(values * of_value * held, values * wide * largest)
+        kind = self._config.params_dtype
+        of_sum = self._stream_sums(torch.empty(0, dtype=kind)).itemsize
+        of_value = kind.itemsize + of_sum
+        self.offload.pool.reserve(values * of_value * held, values * of_sum * largest)
 
     def _kept_values(self) -> int:
         """Values of a token that one layer of a stream keeps on this rank."""

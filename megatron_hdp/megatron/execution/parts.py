@@ -7,7 +7,7 @@ neighbouring stages work on parts of one micro-batch at the same time.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -23,7 +23,14 @@ from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, routed_of
 from megatron_hdp.megatron.parallel import compute_device
-from megatron_hdp.runtime.ring import EarlierKeys, HostKeys, TokenLayout, part_layouts
+from megatron_hdp.runtime.ring import (
+    EarlierKeys,
+    HostKeys,
+    HostRoom,
+    SumType,
+    TokenLayout,
+    part_layouts,
+)
 from megatron_hdp.runtime.streamed_comm import StreamedComm
 from megatron_hdp.runtime.timeline import BACKWARD, FORWARD
 
@@ -40,12 +47,14 @@ class PartedPass:
         config: of the model.
         grad_sync: of the step.
         pipeline: where parts come from and go to; None: the model has one stage.
+        sum_type: of what a stream keeps of its keys' gradients.
     """
 
     model_pass: ModelPass
     config: Any
     grad_sync: GradSync
     pipeline: StreamedComm | None
+    sum_type: SumType
 
     def __call__(
         self, step: StepInProgress, micro_batch: RankMicroBatch, parts: Parts, model: Any
@@ -114,10 +123,14 @@ class _Run:
         self._parts: list[_Part] = []
         self._has_earlier = len(micro_batch.parts) > 1
         self.num_tokens = torch.zeros((), dtype=torch.int, device=compute_device())
+        self._room = HostRoom(how.model_pass.offload)
+        self._num_on_device = num_on_device(micro_batch)
         is_on_host = self._is_stream and micro_batch.offload_ratio > 0
-        on_host = partial(HostKeys, how.model_pass.offload, deque())
-        keys = on_host if is_on_host else EarlierKeys
-        self._keys: defaultdict[int, EarlierKeys] = defaultdict(keys)
+        on_host = partial(HostKeys, self._room, how.sum_type)
+        on_device = partial(EarlierKeys, how.sum_type) if self._is_stream else EarlierKeys
+        self._keys: defaultdict[int, EarlierKeys] = defaultdict(
+            on_host if is_on_host else on_device
+        )
         self._routed = routed_of(micro_batch)
 
     @property
@@ -139,6 +152,7 @@ class _Run:
         losses = []
         for number, (layout, (micro_batch, tensors)) in enumerate(self._given):
             part = _Part(layout, micro_batch, tensors)
+            self._room.stays = number < self._num_on_device
             if not self._is_first:
                 part.received = self._stages.activations.receive()
             if how.config.hidden_dropout and not keeps_graphs:
@@ -205,6 +219,12 @@ class _Run:
                 self._stages.gradients.send(part.received.grad)
         if len(noted) > before:  # of the micro-batch, not of its parts
             noted[before:] = [torch.linalg.vector_norm(torch.stack(noted[before:]))]
+
+
+def num_on_device(micro_batch: RankMicroBatch) -> int:
+    """Parts of a stream, the first ones, that keep keys and values on the device."""
+    num_parts = len(micro_batch.parts)
+    return num_parts - round(micro_batch.offload_ratio * num_parts)
 
 
 def layouts_of(micro_batch: RankMicroBatch, hdp_rank: int) -> Sequence[TokenLayout]:

@@ -219,13 +219,17 @@ def _check_recompute(args: TrainingArguments) -> None:
         )
 
 
-_ON_ONE_STAGE = (AUTO, "dp-balance")
+_ON_ONE_STAGE = (AUTO, "dp-balance", "static")
 """Strategies that plan streams."""
 
 
 def _check_streams(args: TrainingArguments) -> None:
     """Checks which options work together with streams."""
     if not args.streams:
+        if args.hdp_stream_sums != "float32":
+            raise no_effect(
+                f"--hdp-stream-sums {args.hdp_stream_sums}", "--hdp-long-sequence stream"
+            )
         return
     refused = {
         "--pipeline-model-parallel-size": (

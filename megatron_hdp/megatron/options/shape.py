@@ -204,6 +204,8 @@ def job_of(arguments: TrainingArguments, num_gpus: int, vocab_size: int) -> Job:
         recompute_num_layers=arguments.recompute_num_layers or 1,
         tokens_per_rank=arguments.hdp_tokens_per_rank,
         streams=arguments.streams,
+        stream_sums_wide=arguments.hdp_stream_sums == "float32",
+        keeps_latents=arguments.multi_latent_attention and arguments.hdp_mla_ring != "kv",
         runs_parts=arguments.sequence_parts > 1,
         double_rings=arguments.hdp_double_rings,
     )
@@ -252,6 +254,7 @@ def cost_model_of_job(
         found = replace(found, num_layers=planned_layers(arguments))
     if arguments.hdp_recompute == "auto" and not found.input_share:
         found = replace(found, input_share=input_share(job, found.num_layers))
+    found = replace(found, sum_ratio=job.stream_sum_ratio)
     found = following(found, nccl, job.hdp_ranks, job.tensor_ranks)
     found = replace(found, double_rings=arguments.hdp_double_rings)
     if arguments.hdp_rank_speeds is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import torch._dynamo
 import torch.distributed as dist
@@ -50,6 +51,7 @@ from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.cuda import numa, pci_address
 from megatron_hdp.runtime.gathering import gathered, largest
 from megatron_hdp.runtime.health import fingerprint
+from megatron_hdp.runtime.ring import wide_type
 from megatron_hdp.runtime.timeline import Timeline
 
 MAX_VARIANTS = 64
@@ -98,7 +100,8 @@ def build_executor(
     # a pair of stages has one stream in a communicator, and what goes around another
     is_pair = in_parts and len(chunks) > 1 and place.num_stages == 2
     more = [new_gradient_group(arguments) for _ in range(2 * is_pair)]
-    return HdpExecutor(chunks, place, *how, runs_parts=in_parts, more_groups=more)
+    sums = wide_type if arguments.hdp_stream_sums == "float32" else attrgetter("dtype")
+    return HdpExecutor(chunks, place, *how, runs_parts=in_parts, more_groups=more, stream_sums=sums)
 
 
 def _shapes_of(arguments: TrainingArguments, place: RankPlace) -> RunShapes:

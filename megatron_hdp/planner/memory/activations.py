@@ -189,13 +189,23 @@ def keys_of_part(job: Job, part: Sequence[Layer]) -> float:
     return travelling * (job.value_bytes + _FLOAT32) / job.tensor_ranks
 
 
-def kept_of_stream(job: Job) -> float:
+def kept_of_stream(job: Job, part_tokens: int | None = None) -> float:
     """Bytes on a GPU of one token of a stream between its first forward and its backward.
 
-    K and V of all layers and their float32 gradients, on the device or on the host: as the last
-    part goes back, all earlier ones have both. Tokens and labels are not counted.
+    K and V of all layers, or the latents they are made of, and the sums of their gradients, on the
+    device or on the host: as the last part goes back, all earlier ones have both. A layer with a
+    window keeps what the next part sees of one: of `part_tokens`, a capacity's worth unless given.
+    Tokens and labels are not counted.
     """
-    return keys_of_part(replace(job, runs_parts=True), job.shape.layers)
+    tokens = part_tokens or job.tokens_per_rank
+    values = 0.0
+    for attention in (layer.attention for layer in job.shape.all_layers):
+        if job.keeps_latents and attention.latent_size:
+            values += attention.latent_size  # whole on every tensor rank
+            continue
+        seen = tokens if attention.window is None else min(tokens, attention.window - 1)
+        values += attention.travelling_size / job.tensor_ranks * seen / tokens
+    return values * job.value_bytes * (1 + job.stream_sum_ratio)
 
 
 def kept_of_further(job: Job) -> float:

@@ -45,6 +45,10 @@ class Job:
     """What PyTorch does not count, as measured on a GPU: CUDA, libraries, NCCL; None: not known."""
     streams: bool = False
     """Whether sequences may run as streams, whose keys and values may wait on the host."""
+    stream_sums_wide: bool = True
+    """Whether streams add up gradients of keys and values in float32, else in the type of those."""
+    keeps_latents: bool = False
+    """Whether streams keep the latents that keys and values are made of."""
     runs_parts: bool = False
     """Whether micro-batches run in parts, whose keys and values later parts see."""
     double_rings: bool = False
@@ -107,6 +111,11 @@ class Job:
     def value_bytes(self) -> int:
         """Bytes of a weight or an activation."""
         return 8 if self.fp64 else 2 if self.bf16 else 4
+
+    @property
+    def stream_sum_ratio(self) -> float:
+        """Bytes of the sum of a key's gradients in a stream, per those of the key."""
+        return max(4, self.value_bytes) / self.value_bytes if self.stream_sums_wide else 1.0
 
     @property
     def token_share(self) -> float:

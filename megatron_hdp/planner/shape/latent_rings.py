@@ -62,6 +62,7 @@ class RingWays:
                 kv_bytes_per_token=latent_bytes_per_token,
                 query_ratio=cost_model.query_ratio * kv_bytes_per_token / latent_bytes_per_token,
                 merge_b=cost_model.merge_b + _PROJECTIONS_OF_A_HOP * one_projection_s,
+                projection_b=_PROJECTIONS_OF_A_HOP * one_projection_s,
             ),
         )
 

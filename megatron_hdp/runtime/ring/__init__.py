@@ -7,24 +7,28 @@ from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.comm import RingComm, Transfer
 from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group, running_nccl
 from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
-from megatron_hdp.runtime.ring.host_keys import HostKeys
+from megatron_hdp.runtime.ring.host_keys import HostKeys, HostRoom
 from megatron_hdp.runtime.ring.latent import LatentRing
 from megatron_hdp.runtime.ring.layout import TokenLayout
-from megatron_hdp.runtime.ring.parts import EarlierKeys, PartLayout, part_layouts
+from megatron_hdp.runtime.ring.parts import EarlierKeys, PartLayout, SumType, part_layouts
+from megatron_hdp.runtime.ring.travelling import wide_type
 
 __all__ = [
     "EarlierKeys",
     "HostKeys",
+    "HostRoom",
     "LatentRing",
     "PartLayout",
     "RingAttention",
     "RingComm",
     "RingGroup",
     "RingGroups",
+    "SumType",
     "TokenLayout",
     "Transfer",
     "neighbour_rounds",
     "new_ring_group",
     "part_layouts",
     "running_nccl",
+    "wide_type",
 ]

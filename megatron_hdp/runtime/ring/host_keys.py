@@ -1,7 +1,8 @@
 """Keys and values of a stream's parts that wait in host memory, with the sums of their gradients.
 
 They come to the device a layer and part at a time, the next part's on their way while those of one
-are used: however many layers and parts there are, the device holds those of one layer and two.
+are used: however many layers and parts there are, the device holds those of one layer and two. Of
+parts for which it has room they stay there.
 """
 
 from __future__ import annotations
@@ -10,19 +11,55 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 
 from megatron_hdp.runtime.offload import ActivationOffload, Copy
-from megatron_hdp.runtime.ring.parts import EarlierKeys, Group, PartLayout, Stretch
+from megatron_hdp.runtime.ring.parts import EarlierKeys, Group, PartLayout, Stretch, SumType
 from megatron_hdp.runtime.ring.travelling import wide_type
 
 _UNDER_WAY = 4
 """Tensors whose way to the host compute does not wait for yet; they stay on the device so long."""
 
-Leaving: TypeAlias = "deque[weakref.ref[HostTensor]]"
-"""What is on its way to the host, of all layers."""
+
+@dataclass
+class HostRoom:
+    """Where what a stream keeps waits, of all layers: the device holds what leaves of one or two.
+
+    Args:
+        offload: whose memory and copies are used.
+    """
+
+    offload: ActivationOffload
+    stays: bool = False
+    """Whether what the part keeps that runs now stays on the device."""
+    leaving: deque[weakref.ref[HostTensor]] = field(default_factory=deque)
+    """What is on its way to the host."""
+
+    def sent(self, tensor: torch.Tensor) -> HostTensor:
+        """A tensor on its way to the host."""
+        sent = HostTensor(tensor, self.offload)
+        self.offload.offloaded_bytes += tensor.nbytes
+        self.leaving.append(weakref.ref(sent))
+        while len(self.leaving) > _UNDER_WAY:
+            one = self.leaving.popleft()()
+            if one is not None:
+                one.let_go()
+        return sent
+
+
+@dataclass
+class _DeviceTensor:
+    """A tensor that stays, in the place of a `HostTensor`."""
+
+    tensor: torch.Tensor
+
+    def fetch(self) -> None:
+        """It is here."""
+
+    def take(self) -> torch.Tensor:
+        """The tensor itself."""
+        return self.tensor
 
 
 class HostTensor:
@@ -79,8 +116,11 @@ class _Piece:
     """What one part keeps."""
 
     stretch: Stretch
-    keys: list[HostTensor]
-    sums: list[HostTensor] = field(default_factory=list)
+    stays: bool
+    keys: list[HostTensor] | list[_DeviceTensor]
+    types: list[torch.dtype]
+    """Of the sums."""
+    sums: list[HostTensor] | list[_DeviceTensor] = field(default_factory=list)
 
     def fetch(self) -> None:
         """Starts the way of its keys and values to the device."""
@@ -92,15 +132,15 @@ class HostKeys(EarlierKeys):
     """`EarlierKeys` in host memory: a group a part.
 
     Args:
-        offload: whose memory and copies they use.
-        leaving: one for all layers, so that the device holds what leaves of one or two.
+        room: one for all layers.
+        sum_type: of the gradients.
     """
 
     in_groups = True
 
-    def __init__(self, offload: ActivationOffload, leaving: Leaving) -> None:
-        super().__init__()
-        self._offload, self._leaving = offload, leaving
+    def __init__(self, room: HostRoom, sum_type: SumType = wide_type) -> None:
+        super().__init__(sum_type)
+        self._room = room
         self._pieces: dict[tuple[str | int, ...], dict[int, _Piece]] = {}
         self._found_for: dict[tuple[str | int, ...], int] = {}
 
@@ -108,7 +148,9 @@ class HostKeys(EarlierKeys):
         """Keeps a copy of a stretch; it stays as it is where it is computed again."""
         pieces = self._pieces.setdefault(stretch.key, {})
         if stretch.first not in pieces:
-            pieces[stretch.first] = _Piece(stretch, [self._sent(one.detach()) for one in keys])
+            stays, types = self._room.stays, [self._sum_type(one) for one in keys]
+            kept = [one.detach().clone() if stays else one.detach() for one in keys]
+            pieces[stretch.first] = _Piece(stretch, stays, self._put_away(kept, stays), types)
 
     def groups(self, layout: PartLayout, kind: str) -> Iterator[Group]:
         """What earlier parts hold here of what continues, part by part."""
@@ -139,8 +181,10 @@ class HostKeys(EarlierKeys):
             for total, gradient in zip(totals, gradients, strict=True):
                 total += gradient
         else:
-            totals = [one.to(wide_type(one), copy=True) for one in gradients]
-        piece.sums = [self._sent(total) for total in totals]
+            totals = [
+                one.to(kind, copy=True) for one, kind in zip(gradients, piece.types, strict=True)
+            ]
+        piece.sums = self._put_away(totals, piece.stays)
         self._found_for[stretch.key] = stretch.stop
         behind = pieces.get(stretch.stop)  # whose sums are wanted next, by `add` or by `take`
         for one in behind.sums if behind is not None else ():
@@ -155,12 +199,9 @@ class HostKeys(EarlierKeys):
         self.require_order(self._found_for.get(stretch.key, -1), stretch)
         return tuple(one.take() for one in self._pieces[stretch.key].pop(stretch.first).sums)
 
-    def _sent(self, tensor: torch.Tensor) -> HostTensor:
-        sent = HostTensor(tensor, self._offload)
-        self._offload.offloaded_bytes += tensor.nbytes
-        self._leaving.append(weakref.ref(sent))
-        while len(self._leaving) > _UNDER_WAY:
-            one = self._leaving.popleft()()
-            if one is not None:
-                one.let_go()
-        return sent
+    def _put_away(
+        self, tensors: list[torch.Tensor], stays: bool
+    ) -> list[HostTensor] | list[_DeviceTensor]:
+        if stays:
+            return [_DeviceTensor(one) for one in tensors]
+        return [self._room.sent(one) for one in tensors]

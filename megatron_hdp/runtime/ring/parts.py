@@ -8,10 +8,10 @@ own part takes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -20,6 +20,9 @@ from megatron_hdp.runtime.ring.layout import TokenLayout
 from megatron_hdp.runtime.ring.travelling import wide_type
 
 RING, LOCAL = "ring", "local"
+
+SumType: TypeAlias = Callable[[torch.Tensor], torch.dtype]
+"""The dtype in which gradients of such a key or value are added up."""
 
 
 class Stretch(NamedTuple):
@@ -133,12 +136,16 @@ class EarlierKeys:
     """Keys and values of one layer that later parts of a micro-batch see, and their gradients.
 
     Those of a sequence lie one behind another, in tensors that the first of its parts makes.
+
+    Args:
+        sum_type: of the gradients.
     """
 
     in_groups = False
     """Whether `groups` gives what earlier parts hold piece by piece."""
 
-    def __init__(self) -> None:
+    def __init__(self, sum_type: SumType = wide_type) -> None:
+        self._sum_type = sum_type
         self._of: dict[tuple[str | int, ...], _Kept] = {}
 
     def keep(self, layout: PartLayout, *keys: torch.Tensor) -> None:
@@ -172,7 +179,9 @@ class EarlierKeys:
         """Adds to the gradients of what `of` has returned."""
         kept = self._of[stretch.key]
         if not kept.gradients:
-            kept.gradients = tuple(torch.zeros_like(one, dtype=wide_type(one)) for one in kept.keys)
+            kept.gradients = tuple(
+                torch.zeros_like(one, dtype=self._sum_type(one)) for one in kept.keys
+            )
         kept.found_for = stretch.stop
         for total, gradient in zip(kept.gradients, gradients, strict=True):
             total[stretch.first : stretch.stop] += gradient

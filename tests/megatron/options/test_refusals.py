@@ -90,7 +90,7 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
             (f"--hdp-long-sequence stream {more}", f"sequence stream: found {found}")
             for more, found in (
                 ("--num-experts 4 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
-                ("--hdp-strategy static", "--hdp-strategy static"),
+                ("--hdp-strategy naive", "--hdp-strategy naive"),
                 (f"{PP} --num-layers 8", "--pipeline-model-parallel-size"),
             )
         ),
