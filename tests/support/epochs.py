@@ -3,6 +3,7 @@
 Processes are forked as `tests.support.ranks` forks them, which spares each of them its imports.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -65,7 +66,8 @@ class SurvivingJob:
     def _watch(self, disturb, deadline):
         coordinator = self.coordinator
         while self.processes and not coordinator.is_done():  # who would join then, need not
-            assert time.monotonic() < deadline, (self.said, self.printed())
+            if time.monotonic() > deadline:
+                raise AssertionError("\n".join([*self.said, self._stacks()]))
             survives = coordinator.begin()
             for member, process in list(self.processes.items()):
                 if process.exitcode is None:
@@ -122,6 +124,13 @@ class SurvivingJob:
         """Kills a process, unless it has just ended."""
         self.processes[member].kill()
 
+    def _stacks(self):
+        """What all threads of all processes do, at the end of what these have printed."""
+        for process in self.processes.values():
+            os.kill(process.pid, signal.SIGUSR2)
+        time.sleep(1.0)
+        return "".join(f"--- {name}\n{text[-6000:]}" for name, text in self.printed().items())
+
     def steps(self):
         """Lines of metrics so far."""
         path = self.arguments.metrics_path
@@ -133,14 +142,13 @@ class SurvivingJob:
 
 
 def _member(address, member, joins, arguments, folder, fault):
-    from megatron_hdp.megatron import parallel
     from megatron_hdp.runtime.health import RankFailure
     from megatron_hdp.training import survival
 
     output = os.open(folder / f"member-{member}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    parallel.compute_device()
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     environment = {keys.MEMBER: str(member), keys.JOINS: json.dumps(joins)}
     with mock.patch.dict(os.environ, environment):
         membership = Membership(address, member, 60.0)
