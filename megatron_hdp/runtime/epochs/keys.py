@@ -1,15 +1,13 @@
 """What ranks and the agent say to each other in the job's store: one declaration for both.
 
-| key | by | says |
-|---|---|---|
-| ``terms`` | a rank | under which terms the job survives (`Terms`); before, a death ends it |
-| ``members/E`` | agent | the members of epoch E (`Epoch`), once |
-| ``news/E/0``, ``news/E/1`` | agent | ``join``: leave behind the step; ``over``: at once |
-| ``over/E`` | agent | epoch E is over |
-| ``vote/E/M`` | member M | what it has done when it left epoch E |
-| ``ready/M`` | joiner M | it has built its model |
-| ``admitted/M`` | agent | the epoch that a joiner enters first |
-| ``died/K``, ``deaths`` | agents | the K-th process that ended, and how many have |
+- ``terms`` (by a rank): under which terms the job survives (`Terms`); before, a death ends it
+- ``members/E`` (by the agent): the members of epoch E (`Epoch`), once
+- ``news/E/0``, ``news/E/1`` (by the agent): ``join``: leave behind the step; ``over``: at once
+- ``over/E`` (by the agent): epoch E is over
+- ``vote/E/M`` (by member M): what it has done when it left epoch E
+- ``ready/M`` (by joiner M): it has built its model
+- ``admitted/M`` (by the agent): the epoch that a joiner enters first
+- ``died/K``, ``deaths`` (by agents): the K-th process that ended, and how many have
 """
 
 from __future__ import annotations
