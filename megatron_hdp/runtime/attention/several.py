@@ -122,11 +122,11 @@ def with_float32_rings(
     is_old = isinstance(backend, TransformerEngineAttention) and not backend.takes_rings
     if is_old and shapes.num_ranks > 1:
         least_degree = 2
-    if least_degree is None or isinstance(backend, RingAttention):
+    if least_degree is None:
         return selection
-    return _with_ours(
+    return _partly_ours(
         selection,
-        select_attention(shapes, OUR_RING),
+        shapes,
         lambda layout, _: layout.degree >= least_degree,
         f"rings of {least_degree} ranks and more",
     )
@@ -155,11 +155,11 @@ def with_parts(selection: Selection, shapes: RunShapes) -> Selection:
     Raises:
         ValueError: there is no kernel for our ring; says why.
     """
-    if isinstance(selection.backend, RingAttention):
-        return selection
-    ours = select_attention(shapes, OUR_RING)
-    return _with_ours(
-        selection, ours, lambda layout, _: isinstance(layout, PartLayout), "parts of micro-batches"
+    return _partly_ours(
+        selection,
+        shapes,
+        lambda layout, _: isinstance(layout, PartLayout),
+        "parts of micro-batches",
     )
 
 
@@ -169,12 +169,20 @@ def with_double_rings(selection: Selection, comm: RingComm, shapes: RunShapes) -
     Raises:
         ValueError: there is no kernel for our ring; says why.
     """
+    return _partly_ours(
+        selection, shapes, lambda layout, _: comm.group_size(layout.ring) > 0, "double rings"
+    )
+
+
+def _partly_ours(
+    selection: Selection,
+    shapes: RunShapes,
+    is_special: Callable[[TokenLayout, bool], bool],
+    what: str,
+) -> Selection:
     if isinstance(selection.backend, RingAttention):
         return selection
-    ours = select_attention(shapes, OUR_RING)
-    return _with_ours(
-        selection, ours, lambda layout, _: comm.group_size(layout.ring) > 0, "double rings"
-    )
+    return _with_ours(selection, select_attention(shapes, OUR_RING), is_special, what)
 
 
 def _with_ours(
