@@ -20,6 +20,7 @@ GROWING = {  # functions that hold something of every rank; see docs/benchmarks.
     "megatron/cpu/stand_in.py all_gather": 2,  # Megatron's, of one group
     "megatron/finite.py non_finite": 1,  # once something is NaN: four names
     "megatron/optimizer/whole_state.py _buffer_state": 1,  # of the optimizer, whatever the ranks
+    "megatron/optimizer/shard_copies.py _gathered": 1,  # with --hdp-survive: addresses, versions
     "megatron/parallel.py _another": 1,  # at the start: a range
     "megatron/step/learning.py __init__": 1,  # with --hdp-online, at the start: a host's name
     "megatron/step/learning.py exchanged": 1,  # with --hdp-online, in a step: four numbers
@@ -39,6 +40,9 @@ GROWING = {  # functions that hold something of every rank; see docs/benchmarks.
     "runtime/health/attempt.py _answer_all": 1,  # at the start, on the first rank: 32 letters
     "runtime/health/store.py _read": 1,  # once one waits long, or looks at the first rank
     "runtime/loss/fused_cross_entropy.py over_the_vocabulary": 1,  # tensor ranks
+    "training/survival.py _share": 1,  # with --hdp-survive, at an epoch's start
+    "training/surviving_shards.py _agreed_choice": 1,  # likewise
+    "training/surviving_shards.py enter": 1,  # likewise
     "training/step_trace.py end": 1,  # of a traced step
 }
 

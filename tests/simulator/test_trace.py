@@ -56,6 +56,7 @@ def test_a_worked_example(tmp_path):
         "sequences": "0",
         "tokens": 30,
         "offload_ratio": 0.0,
+        "recomputed": False,
         "local_sequences": "1",
         "local_tokens": 4,
     }

@@ -1,7 +1,6 @@
 """Attention of micro-batches that run in parts against full attention in float64."""
 
 import random
-from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
@@ -14,7 +13,7 @@ from megatron_hdp.planner.query_ratio import query_ratio_of
 from megatron_hdp.planner.slices import chunk_tokens
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.offload import ActivationOffload
-from megatron_hdp.runtime.ring import HostKeys, RingAttention, dense, windowed
+from megatron_hdp.runtime.ring import HostKeys, HostRoom, RingAttention, dense, windowed
 from megatron_hdp.runtime.ring.halo import Halo
 from megatron_hdp.runtime.ring.parts import EarlierKeys, part_layouts
 from tests.support.ring_cases import (
@@ -88,7 +87,7 @@ def _run_one(comm, seed, window, has_sink, break_it, is_forced):
     sharded, local, num_parts, linear_tokens = drawn_case(seed, degree)
     attend = RingAttention(CpuFlashKernel())
     offload = ActivationOffload([], torch.device("cpu"), lambda: iter(()))
-    keys = HostKeys(offload, deque()) if is_forced == "host" else EarlierKeys()
+    keys = HostKeys(HostRoom(offload)) if is_forced == "host" else EarlierKeys()
     wholes = [(n, i) for i, n in enumerate(sharded)]
     wholes += [(n, 100 + 10 * index + i) for i, n in enumerate(local[index])]
     whole = [random_sequence(*one, HEAD_DIM, torch.float64, HEAD_DIM) for one in wholes]
