@@ -102,9 +102,11 @@ TEST(test_what_hides) {
   hdp::CostModel cost = model({{10, 10}, {20, 60}}, 1);
   cost.kv_bytes_per_token = 0.5;
   CHECK(hdp::compute_s(cost, 20) == 80);
-  CHECK(hdp::ring_s(cost, 20, 2, hdp::kOneNode) == 40);      // 15 s sent under 15 s of attention
-  CHECK(hdp::ring_s(cost, 10, 2, hdp::kOneNode) == 10 + 5);  // 7.5 s sent under 2.5 s
-  CHECK(hdp::greatest_hidden_degree(cost, 20, 8) == 3 && hdp::transfer_s(cost, 2, 20, hdp::kOneNode) == 15);
+  CHECK(hdp::ring_s(cost, 20, 2, hdp::links_in_a_node(cost)) ==
+        40);  // 15 s sent under 15 s of attention
+  CHECK(hdp::ring_s(cost, 10, 2, hdp::links_in_a_node(cost)) == 10 + 5);  // 7.5 s sent under 2.5 s
+  CHECK(hdp::greatest_hidden_degree(cost, 20, 8) == 3 &&
+        hdp::transfer_s(cost, 2, 20, hdp::links_in_a_node(cost)) == 15);
   CHECK(hdp::greatest_hidden_degree(cost, 10, 8) == 1);
 }
 

@@ -5,12 +5,14 @@
 #include <functional>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <vector>
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/place_set.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
+#include "planner/schedule/ways.hpp"
 #include "planner/baselines/packing.hpp"
 #include "planner/bounds/bounds.hpp"
 #include "planner/dp_balance/clock_heap.hpp"
@@ -19,6 +21,7 @@
 #include "planner/rings/degrees.hpp"
 #include "planner/rings/free_ranks.hpp"
 #include "planner/rings/rings.hpp"
+#include "planner/schedule/schedule.hpp"
 #include "tests/checking.hpp"
 
 namespace {
@@ -143,18 +146,59 @@ TEST(test_place_set) {
   }
 }
 
+// What the search takes a sequence to cost is what the schedule says of the micro-batch that it adds.
+TEST(test_ways_of_a_sequence) {
+  hdp::Problem problem;
+  problem.lengths = {400};
+  problem.num_ranks = 4;
+  problem.tokens_per_rank = 60;
+  problem.max_length = 400;
+  problem.cost = hdp::CostModel{1e-3, 0.02, 0.5, 8.0, 4.0, 3.0, 2};
+  problem.cost.activation_bytes_per_token = 100;
+  problem.cost.num_layers = 8;
+  problem.cost.host_bytes_per_s = 1e6;
+  problem.cost.query_ratio = 0.25;  // queries would travel, of parts
+  const std::vector<int32_t> ring{0, 1, 2, 3};
+  const auto cost_of = [&](bool is_recomputed, int64_t num_streamed) {
+    hdp::Plan plan;
+    hdp::add_sequence(problem, ring, 0, plan);
+    CHECK(plan.is_recomputed(0) == is_recomputed);
+    CHECK((plan.parts_of_stream(0) > 0) == (num_streamed > 0));
+    const hdp::Links links = hdp::links_of(problem.cost, plan.ring(0));
+    const double seconds = hdp::sequence_s(problem, 400, 4, links);
+    CHECK(std::abs(seconds - hdp::micro_batch_load(problem, plan, 0).seconds) < 1e-9 * seconds);
+    return seconds;
+  };
+  bool is_refused = false;
+  try {
+    cost_of(false, 0);
+  } catch (const std::invalid_argument&) {
+    is_refused = true;  // a slice has 100 tokens
+  }
+  CHECK(is_refused);
+  problem.streams = true;
+  cost_of(false, 1);
+  problem.recompute = true;
+  problem.cost.input_share = 0.1;
+  const double recomputed = cost_of(true, 0);
+  problem.cost.double_rings = true;  // two links of 3 bytes a second, and hops within a node of 4
+  CHECK(cost_of(true, 0) < recomputed);
+  problem.tokens_per_rank = 100;
+  CHECK(cost_of(false, 0) < recomputed);
+}
+
 TEST(test_cost_model) {
   hdp::CostModel cost{1.0, 2.0, 0.0, 8.0, 1.0, 0.5, 4};
   CHECK(hdp::compute_s(cost, 24) == 624);
-  CHECK(hdp::transfer_s(cost, 4, 24, hdp::kOneNode) == 3 * 0.75 * 24 * 8);
-  CHECK(std::abs(hdp::ring_s(cost, 24, 2, hdp::kOneNode) - 456) < 1e-9);
-  CHECK(std::abs(hdp::ring_s(cost, 24, 4, hdp::kOneNode) - 480) < 1e-9);
+  CHECK(hdp::transfer_s(cost, 4, 24, hdp::links_in_a_node(cost)) == 3 * 0.75 * 24 * 8);
+  CHECK(std::abs(hdp::ring_s(cost, 24, 2, hdp::links_in_a_node(cost)) - 456) < 1e-9);
+  CHECK(std::abs(hdp::ring_s(cost, 24, 4, hdp::links_in_a_node(cost)) - 480) < 1e-9);
   CHECK(hdp::greatest_hidden_degree(cost, 24, 64) == 2);
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 64) == 51);  // 1 + floor(2400 x 0.5 / 24)
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 7) == 7);
   // two hops of 64 and 128 s, 7 s more each; 64 and 128 s of attention a step
   cost.intra_node_hop_all_layers_s = 7;
-  CHECK(std::abs(hdp::exposed_s(cost, 3, 24, 576, hdp::kOneNode) - 28) < 1e-9);
+  CHECK(std::abs(hdp::exposed_s(cost, 3, 24, 576, hdp::links_in_a_node(cost)) - 28) < 1e-9);
   CHECK(hdp::greatest_hidden_degree(cost, 2400, 4) == 4);
   CHECK(hdp::greatest_hidden_degree(cost, 24, 4) == 1);
   cost.inter_node_hop_all_layers_s = 39900;
@@ -165,9 +209,10 @@ TEST(test_cost_model) {
   CHECK(hdp::fixed_s(cost, 3) == 5);
   CHECK(hdp::parts_within(cost, 9, 12, 7) == 3);  // 12 / 3 + 3, as 12 / 4 + 4
   CHECK(std::isinf(hdp::parts_within(cost, 9, 12, 6)));
-  const double without = hdp::ring_s(cost, 24, 4, hdp::kOneNode, 2);
+  const double without = hdp::ring_s(cost, 24, 4, hdp::links_in_a_node(cost), 2);
   cost.merge_b = 1;
-  CHECK(std::abs(hdp::ring_s(cost, 24, 4, hdp::kOneNode, 2) - without - 9) < 1e-9);  // 3 steps of 6 tokens
+  CHECK(std::abs(hdp::ring_s(cost, 24, 4, hdp::links_in_a_node(cost), 2) - without - 9) <
+        1e-9);                                     // 3 steps of 6 tokens
   CHECK(hdp::parts_within(cost, 8, 20, 15) == 3);  // 20 / 3 + 2 steps of 8 / 3 tokens + 3
   CHECK(std::isinf(hdp::parts_within(cost, 8, 20, 8)));
   CHECK(hdp::parts_within(cost, 8, 7, 8) == 1 && std::isinf(hdp::parts_within(cost, 8, 7, 7)));

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import Corpus
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
-from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
+from megatron_hdp.megatron.checkpoint.state import Progress
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.optimizer import build_optimizer
 from megatron_hdp.megatron.options import TrainingArguments
@@ -45,7 +44,13 @@ from megatron_hdp.training.loop import (
 from megatron_hdp.training.metrics import StepMetrics, log_line
 from megatron_hdp.training.step_outputs import StepOutputs
 from megatron_hdp.training.surviving_shards import SurvivingShards
-from megatron_hdp.training.training_job import Model, TrainingJob, hdp_steps, open_corpora
+from megatron_hdp.training.training_job import (
+    Model,
+    TrainingJob,
+    hdp_steps,
+    job_of,
+    open_corpora,
+)
 
 _NOTICE_S = 20.0
 """How long failed communication may remain without a word of the agent's."""
@@ -232,21 +237,7 @@ class _Run:
         assert self._executor is not None
         training, validation = hdp_steps(arguments, model.tokenizer, self._executor, self._corpora)
         if self._job is None:
-            state = TrainingState(
-                arguments, training.order, model.chunks, model.optimizer, model.scheduler
-            )
-            self._job = TrainingJob(
-                arguments=arguments,
-                timeline=self._timeline,
-                chunks=model.chunks,
-                optimizer=model.optimizer,
-                scheduler=model.scheduler,
-                training=training,
-                validation=validation,
-                state=state,
-                checkpoints=Checkpoints(arguments, state, parallel.say),
-                vocab_size=arguments.vocab_size or model.tokenizer.vocab_size,
-            )
+            self._job = job_of(arguments, self._timeline, model, (training, validation))
         job = self._job
         job.training, job.validation = training, validation
         steps = [training, *([validation] if validation is not None else [])]

@@ -49,66 +49,62 @@ bool width_costs(const CostModel& cost) {
          cost.inter_node_hop_all_layers_s > 0;
 }
 
+Links links_in_a_node(const CostModel& cost) {
+  return {cost.intra_node_bytes_per_s, cost.intra_node_hop_all_layers_s, 0};
+}
+
+Links links_between_nodes(const CostModel& cost, int64_t number) {
+  const double one = cost.inter_node_bytes_per_s;
+  if (!cost.double_rings || number == 1) return {one, cost.inter_node_hop_all_layers_s, 0};
+  const double all = std::min(cost.intra_node_bytes_per_s, static_cast<double>(number) * one);
+  return {all, cost.inter_node_hop_all_layers_s, std::max(0.0, 1 / one - 1 / all)};
+}
+
 Links links_of(const CostModel& cost, Span ring) {
   const auto node = [&](const int32_t* rank) { return *rank / cost.ranks_per_node; };
-  int64_t number = 0;
+  int64_t number = 0;  // what the runs of members in one node have in common
   int64_t run = 1;
-  bool leaves = false;
   for (const int32_t* next = ring.begin() + 1; next != ring.end(); ++next, ++run) {
     if (node(next) == node(next - 1)) continue;
-    if (!cost.double_rings) return {1};
-    leaves = true;
+    if (!cost.double_rings) return links_between_nodes(cost, 1);
     number = std::gcd(number, run);
     run = 0;
   }
-  return leaves ? Links{std::gcd(number, run)} : kOneNode;
+  return number == 0 ? links_in_a_node(cost) : links_between_nodes(cost, std::gcd(number, run));
 }
 
 Links links_of_block(const CostModel& cost, int64_t first, int64_t degree) {
   const int64_t begin = first % cost.ranks_per_node;
-  if (begin + degree <= cost.ranks_per_node) return kOneNode;
-  if (!cost.double_rings) return {1};
-  const int64_t ends = std::gcd(begin, begin + degree);
-  return {std::gcd(ends, cost.ranks_per_node)};
+  if (begin + degree <= cost.ranks_per_node) return links_in_a_node(cost);
+  return links_between_nodes(cost, std::gcd(std::gcd(begin, begin + degree), cost.ranks_per_node));
 }
 
-Links likely_links(const CostModel& cost, int64_t degree) { return links_of_block(cost, 0, degree); }
-
-Links links_across(const CostModel& cost, int64_t degree) {
-  return {cost.double_rings ? std::gcd(degree, cost.ranks_per_node) : 1};
+Links likely_links(const CostModel& cost, int64_t degree) {
+  return links_of_block(cost, 0, degree);
 }
 
 Links best_links(const CostModel& cost, int64_t degree) {
-  if (degree <= cost.ranks_per_node) return kOneNode;
-  return {cost.double_rings ? cost.ranks_per_node : 1, false};
-}
-
-double bandwidth_of(const CostModel& cost, Links links) {
-  if (links.number == 0) return cost.intra_node_bytes_per_s;
-  const double across = static_cast<double>(links.number) * cost.inter_node_bytes_per_s;
-  return links.number == 1 ? across : std::min(cost.intra_node_bytes_per_s, across);
-}
-
-double hop_s(const CostModel& cost, Links links) {
-  return links.number == 0 ? cost.intra_node_hop_all_layers_s : cost.inter_node_hop_all_layers_s;
+  if (degree <= cost.ranks_per_node) return links_in_a_node(cost);
+  Links links = links_between_nodes(cost, cost.ranks_per_node);
+  links.bytes_per_s = std::max(links.bytes_per_s, cost.inter_node_bytes_per_s);
+  links.home_s_per_byte = 0;
+  return links;
 }
 
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, Links links) {
   const auto d = static_cast<double>(degree);
-  return 3 * (d - 1) / d * tokens * cost.kv_bytes_per_token / bandwidth_of(cost, links);
+  return 3 * (d - 1) / d * tokens * cost.kv_bytes_per_token / links.bytes_per_s;
 }
 
 double home_s(const CostModel& cost, int64_t degree, double tokens, Links links) {
-  if (links.number <= 1 || !links.counts_home) return 0;
-  const double bytes = tokens / static_cast<double>(degree) * cost.kv_bytes_per_token;
-  return bytes * std::max(0.0, 1 / cost.inter_node_bytes_per_s - 1 / bandwidth_of(cost, links));
+  return tokens / static_cast<double>(degree) * cost.kv_bytes_per_token * links.home_s_per_byte;
 }
 
 double exposed_s(const CostModel& cost, int64_t degree, double tokens, double attention_s,
                  Links links, double num_forwards) {
   const auto d = static_cast<double>(degree);
   const double hops = d - 1;
-  const double latency = hops * hop_s(cost, links);
+  const double latency = hops * links.hop_s;
   const double third = transfer_s(cost, degree, tokens, links) / 3;
   const double hiding = hops / d * attention_s / 3;
   return num_forwards * std::max(0.0, latency + third - hiding) +
@@ -152,7 +148,7 @@ int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t nu
                : std::min(num_ranks, 1 + static_cast<int64_t>(hops));
   };
   const Links links = best_links(cost, cost.ranks_per_node + 1);
-  const int64_t across = limit(bandwidth_of(cost, links), hop_s(cost, links));
+  const int64_t across = limit(links.bytes_per_s, links.hop_s);
   if (across > cost.ranks_per_node) return across;
   return std::min(cost.ranks_per_node,
                   limit(cost.intra_node_bytes_per_s, cost.intra_node_hop_all_layers_s));

@@ -31,40 +31,38 @@ double merge_s(const CostModel& cost, int64_t degree, double tokens);
 // Whether a ring costs more by being wider: in blocks, in merging or in latency.
 bool width_costs(const CostModel& cost);
 
-// On how many links side by side a ring passes from node to node.
+// What the members of a ring send on.
 struct Links {
-  int64_t number = 0;       // 0: it stays in one node
-  bool counts_home = true;  // false: of what no ring of this degree can beat
+  double bytes_per_s = 0;  // of each member
+  double hop_s = 0;        // latency of a hop, all layers
+  double home_s_per_byte =
+      0;  // of a hop: gradients go home to another node in one piece, on one link
 };
 
-constexpr Links kOneNode{};
+Links links_in_a_node(const CostModel& cost);
 
-// Those of a ring. Plain ones use one link. A double ring that is groups of m neighbours, each in one
-// node, uses m: what lies between is in the runtime, `double_ring.py`.
+// Between nodes, `number` of them side by side: a plain ring uses one. A double ring is groups of
+// neighbours, each in one node, and uses as many as a group has members (runtime,
+// `double_ring.py`).
+Links links_between_nodes(const CostModel& cost, int64_t number);
+
+// Those of a ring.
 Links links_of(const CostModel& cost, Span ring);
 
 // The same of neighbouring ranks.
 Links links_of_block(const CostModel& cost, int64_t first, int64_t degree);
 
-// Those of a ring in whole nodes, as far as its degree allows it; `across`: it leaves its node.
+// Those of a ring in whole nodes, as far as its degree allows it.
 Links likely_links(const CostModel& cost, int64_t degree);
-Links links_across(const CostModel& cost, int64_t degree);
 
 // What no ring of this degree can beat.
 Links best_links(const CostModel& cost, int64_t degree);
-
-// Bytes a second that each member sends.
-double bandwidth_of(const CostModel& cost, Links links);
-
-// Latency of a hop, all layers.
-double hop_s(const CostModel& cost, Links links);
 
 // Seconds that one rank of a ring sends, latency left out: K and V once forward, K, V and their
 // gradients backward, (degree - 1) / degree of the ring's tokens each.
 double transfer_s(const CostModel& cost, int64_t degree, double tokens, Links links);
 
-// What a double ring exposes besides: gradients go home to another node in one piece, not in as many
-// as there are links.
+// What a double ring exposes besides.
 double home_s(const CostModel& cost, int64_t degree, double tokens, Links links);
 
 // Seconds of traffic that attention does not hide on a member of a ring of so many tokens, which
@@ -76,8 +74,7 @@ double exposed_s(const CostModel& cost, int64_t degree, double tokens, double at
 
 // Seconds of one sequence that has a ring to itself, its exposed traffic included, fixed_s left
 // out. `speed` is that of the slowest member.
-double ring_s(const CostModel& cost, int64_t length, int64_t degree, Links links,
-              double speed = 1);
+double ring_s(const CostModel& cost, int64_t length, int64_t degree, Links links, double speed = 1);
 
 // The least number of ranks, a fraction perhaps, on which compute, blocks and merging of a sequence
 // take `seconds`; infinite if there is none.

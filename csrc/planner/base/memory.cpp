@@ -112,7 +112,8 @@ int64_t least_recomputed_degree(const Problem& problem, int64_t length) {
     degree = std::max<int64_t>(1, least_degree(length, most, problem.slice_multiple));
   }
   for (; degree <= problem.num_ranks; ++degree) {
-    if (offload_ratio(problem, length, degree) || recomputes(problem, length, degree)) return degree;
+    if (offload_ratio(problem, length, degree) || recomputes(problem, length, degree))
+      return degree;
   }
   return 0;
 }

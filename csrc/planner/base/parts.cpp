@@ -75,6 +75,9 @@ double traffic_tokens(const PartSize& size, double query_ratio) {
 
 double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
                  double attention_s, Links links, double num_forwards) {
+  if (sizes.size() == 1) {
+    return exposed_s(cost, degree, sizes.front().tokens, attention_s, links, num_forwards);
+  }
   double squares = 0;
   for (const PartSize& size : sizes) squares += size.squares;
   double seconds = 0;
@@ -96,14 +99,16 @@ double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num
 }
 
 double ring_s(const CostModel& cost, int64_t length, int64_t degree,
-              const std::vector<PartSize>& sizes, Links links) {
+              const std::vector<PartSize>& sizes, Links links, double speed) {
   const auto num_parts = static_cast<int64_t>(sizes.size());
   const auto tokens = static_cast<double>(length);
   const double fixed = fixed_s(cost, degree, tokens, num_parts);
-  if (num_parts == 1 || degree == 1) return ring_s(cost, length, degree, links) + fixed;
+  if (num_parts == 1 || degree == 1) {
+    return ring_s(cost, length, degree, links, speed) + fixed / speed;
+  }
   const auto d = static_cast<double>(degree);
-  return compute_s(cost, length) / d + merge_s(cost, degree, tokens) + fixed +
-         exposed_s(cost, degree, sizes, attention_s(cost, length) / d, links);
+  return (compute_s(cost, length) / d + merge_s(cost, degree, tokens) + fixed) / speed +
+         exposed_s(cost, degree, sizes, attention_s(cost, length) / d / speed, links);
 }
 
 double recomputed_ring_s(const CostModel& cost, int64_t length, int64_t degree,

@@ -26,7 +26,7 @@ std::vector<PartSize> part_sizes(const std::vector<double>& lengths, int64_t num
 double traffic_tokens(const PartSize& size, double query_ratio);
 
 // Seconds of traffic that attention does not hide on a member of a ring in parts of these sizes,
-// which takes `attention_s` for its share of all of them.
+// which takes `attention_s` for its share of all of them. Of a whole micro-batch keys travel.
 double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
                  double attention_s, Links links, double num_forwards = 1);
 
@@ -34,12 +34,12 @@ double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSi
 // each but the first a block a step and a merged result for the keys of earlier ones.
 double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num_parts);
 
-// ring_s and fixed_s, on ranks of speed 1, of one sequence that has a ring to itself and runs in
+// ring_s and fixed_s, on ranks of this speed, of one sequence that has a ring to itself and runs in
 // parts of these sizes, or whole where there is one.
 double ring_s(const CostModel& cost, int64_t length, int64_t degree,
-              const std::vector<PartSize>& sizes, Links links);
+              const std::vector<PartSize>& sizes, Links links, double speed = 1);
 
-// The same of one that is computed again in backward, on ranks of this speed.
+// The same of one that is computed again in backward.
 double recomputed_ring_s(const CostModel& cost, int64_t length, int64_t degree,
                          const std::vector<PartSize>& sizes, Links links, double speed = 1);
 

@@ -32,7 +32,7 @@ double halo_key_bytes(const CostModel& cost) {
 // What is kept on the device, in tokens whose activations take as much.
 struct Kept {
   double per_token = 0;
-  double per_part = 0;   // of layers with a window
+  double per_part = 0;    // of layers with a window
   double in_buffers = 0;  // of a ring, per token of earlier parts whose keys travel
   double found = 0;       // per token of earlier parts whose keys lie one behind another
 
@@ -46,9 +46,9 @@ struct Kept {
   }
 };
 
-// Calls visit(part, sent, passes, from_host): the tokens whose keys and values take as many bytes as
-// go around for the part; how often something does: of a stream with keys on the host, those of each
-// earlier part go around by themselves, the first ones with the part's own; and the tokens of
+// Calls visit(part, sent, passes, from_host): the tokens whose keys and values take as many bytes
+// as go around for the part; how often something does: of a stream with keys on the host, those of
+// each earlier part go around by themselves, the first ones with the part's own; and the tokens of
 // earlier parts that come from there.
 template <typename Visit>
 void for_each_part(const CostModel& cost, int64_t length, const Stream& stream,
@@ -135,15 +135,13 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
                             : more * cost.projection_b * s / parts;
   const double computed = (compute_s(cost, length) / d + fixed) / speed;
   const double attention = attention_s(cost, length);
-  const double bandwidth = bandwidth_of(cost, links);
-  const double hop = hop_s(cost, links);
   double exposed = 0;
   const auto expose = [&](const PartSize& part, double around, double passes, double from_host) {
     const double attended = attention * (part.squares / (s * s)) / d / speed / 3;
     if (degree > 1) {
       const double hiding = (d - 1) / d * attended;
-      const double sent = (d - 1) / d * around * cost.kv_bytes_per_token / bandwidth;
-      const double hops = passes * (d - 1) * hop;
+      const double sent = (d - 1) / d * around * cost.kv_bytes_per_token / links.bytes_per_s;
+      const double hops = passes * (d - 1) * links.hop_s;
       exposed += 2 * std::max(0.0, hops + sent - hiding) +
                  std::max(0.0, hops + 2 * sent - 2 * hiding) + home_s(cost, degree, around, links);
     }

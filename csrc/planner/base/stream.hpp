@@ -13,7 +13,7 @@ namespace hdp {
 
 struct Stream {
   int64_t num_parts = 2;
-  int64_t host_parts = 0;        // the last ones: their keys, with the sums of gradients, on the host
+  int64_t host_parts = 0;  // the last ones: their keys, with the sums of gradients, on the host
   int64_t tokens_on_a_rank = 0;  // padded, of its fullest part
 
   bool on_host() const { return host_parts > 0; }

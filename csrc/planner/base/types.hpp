@@ -43,7 +43,7 @@ struct CostModel {
   double input_share = 0;     // of a layer's activations that its input is; 0: not known
   bool double_rings = false;  // rings over nodes use the links of all members of a node
   double projection_b = 0;    // the part of merge_b for keys that a step makes of what travels
-  double sum_ratio = 2;       // bytes of the sums of a stream's key gradients, per those of its keys
+  double sum_ratio = 2;  // bytes of the sums of a stream's key gradients, per those of its keys
 };
 
 // A count or an id as an index of a vector.
@@ -141,7 +141,7 @@ struct Plan {
   std::vector<double> offload_ratios;  // up to the last micro-batch with another one than 0
   std::vector<int32_t> num_parts;  // of the micro-batches; empty: all run whole
   std::vector<int32_t> stream_parts;   // up to the last micro-batch that streams; 0: it does not
-  std::vector<bool> recomputed;  // up to the last micro-batch that is computed again in backward
+  std::vector<bool> recomputed;    // up to the last micro-batch that is computed again in backward
   std::vector<int32_t> positions;  // of the micro-batches in their ranks' lists; empty: not given
 
   int64_t num_micro_batches() const { return static_cast<int64_t>(rank_offsets.size()) - 1; }
@@ -184,7 +184,8 @@ struct Plan {
   void add(const std::vector<int32_t>& ring, const std::vector<SequenceId>& sharded,
            double offload_ratio = 0);
 
-  // Appends a micro-batch that streams; its offload ratio is the share of parts with keys on the host.
+  // Appends a micro-batch that streams; its offload ratio is the share of parts with keys on the
+  // host.
   void add_stream(const std::vector<int32_t>& ring, SequenceId sequence, int64_t num_parts,
                   int64_t host_parts);
 

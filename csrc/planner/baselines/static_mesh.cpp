@@ -4,9 +4,8 @@
 #include <string>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
-#include "planner/base/stream.hpp"
+#include "planner/schedule/ways.hpp"
 #include "planner/baselines/baselines.hpp"
 #include "planner/baselines/packing.hpp"
 
@@ -17,7 +16,8 @@ int64_t slice_of(const Problem& problem, int64_t length, int64_t degree) {
   return slice_tokens(length, degree, problem.slice_multiple);
 }
 
-// Whether a slice is no larger than the capacity; else the sequence streams, or leaves for the host.
+// Whether a slice is no larger than the capacity; else the sequence streams, or leaves for the
+// host.
 bool fits(const Problem& problem, int64_t length, int64_t degree) {
   return slice_of(problem, length, degree) <= problem.tokens_per_rank;
 }
@@ -36,17 +36,7 @@ Packed packed_in_order(const Problem& problem, int64_t degree) {
 void add_alone(const Problem& problem, SequenceId id, Plan& plan) {
   std::vector<int32_t> ring(index(problem.num_ranks));
   std::iota(ring.begin(), ring.end(), 0);
-  const int64_t length = problem.lengths[index(id)];
-  if (const auto ratio = offload_ratio(problem, length, problem.num_ranks)) {
-    plan.add(ring, {id}, *ratio);
-  } else if (const auto stream = stream_of(problem, length, problem.num_ranks)) {
-    plan.add_stream(ring, id, stream->num_parts, stream->host_parts);
-  } else {
-    throw std::invalid_argument("static: sequence " + std::to_string(id) + " of " +
-                                std::to_string(length) + " tokens cannot stream on all " +
-                                std::to_string(problem.num_ranks) +
-                                " ranks: raise tokens_per_rank, or use offload=\"auto\"");
-  }
+  add_sequence(problem, ring, id, plan);
 }
 
 }  // namespace
@@ -106,7 +96,8 @@ double static_mesh_bound_s(const Problem& problem) {
   const double rate = total_speed(problem) / static_cast<double>(degree);
   const double slowest =
       problem.speeds.empty() ? 1 : *std::min_element(problem.speeds.begin(), problem.speeds.end());
-  const double transfer = transfer_s(problem.cost, degree, tokens, best_links(problem.cost, degree));
+  const double transfer =
+      transfer_s(problem.cost, degree, tokens, best_links(problem.cost, degree));
   const auto d = static_cast<double>(degree);
   const double exposed = transfer * slowest - (d - 1) / d * attention / d;
   return (compute / d + std::max(0.0, exposed)) / rate;

@@ -64,7 +64,7 @@ class Bound {
 
   // The least e(s, D) from a degree on: D - 1 times q - attention / D, which is convex in D.
   double exposed_from(int64_t length, int64_t degree) const {
-    const double bandwidth = bandwidth_of(cost_, best_links(cost_, degree));
+    const double bandwidth = best_links(cost_, degree).bytes_per_s;
     const double q =
         speeds_.back() * 3 * static_cast<double>(length) * cost_.kv_bytes_per_token / bandwidth;
     const double attention = attention_s(cost_, length);
@@ -97,7 +97,7 @@ int64_t Bound::least_degree_across(int64_t length, int64_t least, double makespa
   if (degree == 0 || own_at(length, degree, speed) <= limit_s) return degree;
   // exposed there: b s / (D v) + X (D - 1) / D <= room  <=>  (b s / v - X) / D <= room - X
   const Links links = best_links(cost_, cost_.ranks_per_node + 1);
-  const double all = 3 * s * cost_.kv_bytes_per_token / bandwidth_of(cost_, links);
+  const double all = 3 * s * cost_.kv_bytes_per_token / links.bytes_per_s;
   if (room > all) {
     const int64_t exposed = at_least((cost_.linear_s_per_token * s / speed - all) / (room - all));
     if (exposed == 0) return 0;
@@ -164,7 +164,8 @@ double computed_again_s(const Problem& problem, int64_t length) {
 }
 
 // g, and as many blocks as a sequence needs ranks, for every C tokens, of which with offload, or
-// recomputed, a rank may hold more; and merging, of which all members of a ring together have (D - 1) merge_b s.
+// recomputed, a rank may hold more; and merging, of which all members of a ring together have (D -
+// 1) merge_b s.
 double least_fixed_s(const Problem& problem) {
   const int64_t whole = whole_tokens(problem);
   double tokens = 0;
@@ -260,7 +261,7 @@ double tight_bound_s(const Problem& problem) {
   double work = total_compute_s(problem) + least_fixed_s(problem);
   for (const Long& one : longs) {
     work += may_compute_twice(problem) ? computed_again_s(problem, one.length)
-                            : bound.waited_s(one.length, one.least);
+                                       : bound.waited_s(one.length, one.least);
   }
   if (!longs.empty()) low = std::max(low, bound.own_s(longs.front().length, longs.front().least));
   order_by_attention(problem, longs);

@@ -58,8 +58,8 @@ class Choice {
   std::vector<Scheduled> plans_;
 };
 
-// Offers the plans of dp-balance itself, which may begin with what is computed twice; returns the sequences,
-// longest first.
+// Offers the plans of dp-balance itself, which may begin with what is computed twice; returns the
+// sequences, longest first.
 std::vector<SequenceId> offer_own_plans(const Problem& problem, Choice& choice,
                                         bool twice = false) {
   Batch batch(problem, twice);

@@ -5,9 +5,8 @@
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
-#include "planner/base/stream.hpp"
+#include "planner/schedule/ways.hpp"
 #include "planner/baselines/packing.hpp"
 #include "planner/dp_balance/clock_heap.hpp"
 
@@ -226,17 +225,7 @@ void add_rings(const Batch& batch, const RingSchedule& schedule, const Bins& gap
       if (!gap_bins[gap].empty()) plan.add({schedule.gaps[gap].rank}, gap_bins[gap]);
     }
     const std::size_t place = schedule.places[i];
-    const std::vector<int32_t> ring = schedule.ring(i);
-    const auto degree = static_cast<int64_t>(ring.size());
-    const int64_t length = batch.length(place);
-    if (const auto stream = stream_of(batch.problem, length, degree)) {
-      plan.add_stream(ring, batch.order[place], stream->num_parts, stream->host_parts);
-    } else if (recomputes(batch.problem, length, degree)) {
-      plan.add(ring, {batch.order[place]});
-      plan.recompute_last();
-    } else {
-      plan.add(ring, {batch.order[place]}, offload_ratio(batch.problem, length, degree).value());
-    }
+    add_sequence(batch.problem, schedule.ring(i), batch.order[place], plan);
     if (!schedule.local_ends.empty()) plan.end_locals(schedule.local_ends[i]);
   }
 }

@@ -249,7 +249,9 @@ int64_t SlotFiller::width_of(const Item& item, double height_s) const {
 double SlotFiller::hidden_s(const Item& item, int64_t degree) const {
   const auto d = static_cast<double>(degree);
   const CostModel& cost = problem_.cost;
-  const Links links = degree <= group_size_ ? likely_links(cost, degree) : links_across(cost, degree);
+  const Links links = degree <= group_size_
+                          ? likely_links(cost, degree)
+                          : links_between_nodes(cost, std::gcd(degree, cost.ranks_per_node));
   const auto tokens = static_cast<double>(item.length);
   return (d - 1) / d * attention_s(problem_.cost, item.length) / d -
          transfer_s(problem_.cost, degree, tokens, links);

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/base/memory.hpp"
+#include "planner/schedule/ways.hpp"
 #include "planner/pp_balance/menu.hpp"
 #include "planner/schedule/schedule.hpp"
 
@@ -53,14 +53,7 @@ Plan plan_of(const Problem& problem, const Seating& seating, const Arrangement& 
       seating, arrangement.rows, num_own,
       [&](std::size_t ring) {
         const SeatedRing& seated = seating.rings[ring];
-        const int64_t length = problem.lengths[index(seated.sequence)];
-        const auto degree = static_cast<int64_t>(seated.lanes.size());
-        if (recomputes(problem, length, degree)) {
-          plan.add(seated.lanes, {seated.sequence});
-          plan.recompute_last();
-        } else {
-          plan.add(seated.lanes, {seated.sequence}, offload_ratio(problem, length, degree).value());
-        }
+        add_sequence(problem, seated.lanes, seated.sequence, plan);
         if (part_s > 0) plan.num_parts.push_back(seated.num_parts);
       },
       [&](std::size_t rank, int64_t i) {

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/base/memory.hpp"
 #include "planner/base/parts.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/schedule/ways.hpp"
 #include "planner/rings/degrees.hpp"
 #include "planner/rings/rings.hpp"
 
@@ -92,8 +92,8 @@ std::vector<Way> best_of(std::vector<Way> ways) {
   return best;
 }
 
-std::vector<Way> ways_of(const Batch& batch, std::size_t place,
-                         const std::vector<int64_t>& numbers, bool whole_nodes) {
+std::vector<Way> ways_of(const Batch& batch, std::size_t place, const std::vector<int64_t>& numbers,
+                         bool whole_nodes) {
   const Problem& problem = batch.problem;
   const CostModel& cost = problem.cost;
   const int64_t length = batch.length(place);
@@ -105,11 +105,10 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place,
     if (number > 1 && most_s < kLeastPart * batch.share_s) break;
     const std::vector<PartSize> sizes = part_sizes({static_cast<double>(length)}, number, problem.linear_tokens);
     for (const int64_t degree : degrees) {
-      const Links links = whole_nodes || degree <= cost.ranks_per_node ? likely_links(cost, degree)
-                                                                       : Links{1};
-      const double seconds = recomputes(problem, length, degree)
-                                 ? recomputed_ring_s(cost, length, degree, sizes, links)
-                                 : ring_s(cost, length, degree, sizes, links);
+      const Links links = whole_nodes || degree <= cost.ranks_per_node
+                              ? likely_links(cost, degree)
+                              : links_between_nodes(cost, 1);
+      const double seconds = sequence_s(problem, length, degree, sizes, links);
       ways.push_back({static_cast<int32_t>(degree), static_cast<int32_t>(number), seconds,
                       pass_s(problem, seconds, number)});
     }

@@ -170,10 +170,10 @@ constexpr std::size_t kDraftWork = 20000;
 
 struct Tried {
   Taste taste;
-  double pack_part_s = 0;    // of micro-batches of short sequences
-  int64_t lead = 0;          // rows without rings before the others
+  double pack_part_s = 0;  // of micro-batches of short sequences
+  int64_t lead = 0;        // rows without rings before the others
   const Menu* menu = nullptr;
-  double estimate_s = 0;     // of P x the makespan
+  double estimate_s = 0;  // of P x the makespan
   double makespan_s = kInfinity;
 };
 

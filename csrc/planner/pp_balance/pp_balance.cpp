@@ -398,8 +398,9 @@ Plan pp_balance(const Problem& problem) {
     best = &plan;
   }
   if (best == nullptr) {
-    throw std::invalid_argument("pp-balance: recomputed sequences leave no plan that pipelines can "
-                                "run: raise tokens_per_rank");
+    throw std::invalid_argument(
+        "pp-balance: recomputed sequences leave no plan that pipelines can "
+        "run: raise tokens_per_rank");
   }
   return std::move(*best);
 }

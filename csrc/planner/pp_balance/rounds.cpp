@@ -7,8 +7,8 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
-#include "planner/base/parts.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/schedule/ways.hpp"
 #include "planner/rings/rings.hpp"
 
 namespace hdp {
@@ -72,16 +72,12 @@ double least_level_s(const CostModel& cost, const std::vector<const LongSequence
 
 Shared share(const Problem& problem, const LongSequence& sequence, int64_t degree) {
   const Links links = likely_links(problem.cost, degree);
-  const auto s = static_cast<double>(sequence.length);
-  const double seconds =
-      recomputes(problem, sequence.length, degree)
-          ? recomputed_ring_s(problem.cost, sequence.length, degree, {{s, 0, s * s}}, links)
-          : ring_s(problem.cost, sequence.length, degree, links) + fixed_s(problem.cost, degree);
+  const double seconds = sequence_s(problem, sequence.length, degree, links);
   return {sequence.id, sequence.place, degree, seconds};
 }
 
-// Rounds do without offload and recomputation, except for a sequence that does not fit otherwise: on
-// all ranks.
+// Rounds do without offload and recomputation, except for a sequence that does not fit otherwise:
+// on all ranks.
 int64_t least_degree_in_rounds(const Problem& problem, SequenceId id) {
   const int64_t length = problem.lengths[index(id)];
   const int64_t least = least_degree(length, problem.tokens_per_rank, problem.slice_multiple);

@@ -1,11 +1,12 @@
 #include "planner/pp_balance/seats.hpp"
-#include "planner/rings/rings.hpp"
 
 #include <algorithm>
 #include <map>
 #include <numeric>
 #include <set>
 #include <utility>
+
+#include "planner/rings/rings.hpp"
 
 namespace hdp {
 namespace {

@@ -19,9 +19,9 @@ constexpr double kSand = 1.0 / 32;
 // A sequence whose own time is within this of what it should be is short enough.
 constexpr double kOwnTime = 1.002;
 
-// The least degree of a ring, N + 1 if none of N ranks or fewer holds the sequence; and that at which
-// it is computed twice, recomputed or as a stream, if there is one and `twice` asks for it or no ring
-// serves, else again that of a ring.
+// The least degree of a ring, N + 1 if none of N ranks or fewer holds the sequence; and that at
+// which it is computed twice, recomputed or as a stream, if there is one and `twice` asks for it or
+// no ring serves, else again that of a ring.
 std::pair<int64_t, int64_t> least_degrees(const Problem& problem, int64_t length, bool twice) {
   int64_t whole = least_degree(problem, length);
   if (whole == 0) whole = problem.num_ranks + 1;
@@ -39,8 +39,8 @@ std::pair<int64_t, int64_t> least_degrees(const Problem& problem, int64_t length
 int64_t short_enough_degree(const Problem& problem, int64_t length, int64_t hidden, double time_s) {
   const CostModel& cost = problem.cost;
   for (int64_t degree = hidden; degree <= problem.num_ranks; ++degree) {
-    const double own_s = ring_s(cost, length, degree, likely_links(cost, degree)) +
-                         fixed_s(cost, degree);
+    const double own_s =
+        ring_s(cost, length, degree, likely_links(cost, degree)) + fixed_s(cost, degree);
     if (own_s <= kOwnTime * time_s) return degree;
   }
   return hidden;

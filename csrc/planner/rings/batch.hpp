@@ -11,8 +11,8 @@
 namespace hdp {
 
 struct Batch {
-  // With `twice` sequences begin on few ranks, recomputed or as streams, where they may be; else only
-  // those that no ring holds.
+  // With `twice` sequences begin on few ranks, recomputed or as streams, where they may be; else
+  // only those that no ring holds.
   explicit Batch(const Problem& problem, bool twice = false);
 
   // Of the sequence at a place in the order.

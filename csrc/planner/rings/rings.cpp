@@ -3,14 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <optional>
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
-#include "planner/base/memory.hpp"
-#include "planner/base/parts.hpp"
 #include "planner/base/slices.hpp"
-#include "planner/base/stream.hpp"
+#include "planner/schedule/ways.hpp"
 
 namespace hdp {
 namespace {
@@ -165,17 +162,10 @@ class RingPlacer {
     const auto degree = static_cast<int64_t>(ranks.size());
     const int64_t length = batch_.length(place);
     const Links links = links_of(problem_.cost, {ranks.data(), ranks.data() + ranks.size()});
-    const std::optional<Stream> stream = stream_of(problem_, length, degree);
-    const std::vector<PartSize> whole{{static_cast<double>(length), 0,
-                                       static_cast<double>(length) * static_cast<double>(length)}};
-    double seconds = stream ? stream_s(problem_, length, degree, *stream, links, speed)
-                     : recomputes(problem_, length, degree)
-                         ? recomputed_ring_s(problem_.cost, length, degree, whole, links, speed)
-                         : ring_s(problem_.cost, length, degree, links, speed) +
-                                  fixed_s(problem_.cost, degree) / speed;
+    double seconds = sequence_s(problem_, length, degree, links, speed);
     if (decisions_.fill_spare_room) {
       const int64_t slice = slice_tokens(length, degree, problem_.slice_multiple);
-      const int64_t room = std::max<int64_t>(0, stream ? 0 : problem_.tokens_per_rank - slice);
+      const int64_t room = std::max<int64_t>(0, problem_.tokens_per_rank - slice);
       seconds += spare_room_.fill(ranks, room, schedule_.locals) / speed;
       schedule_.local_ends.push_back(schedule_.locals.sequences.size());
     }

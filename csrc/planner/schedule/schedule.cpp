@@ -108,8 +108,8 @@ MicroBatchLoad stream_load(const Problem& problem, const Plan& plan, int64_t mic
   const Links links = links_of(problem.cost, ring);
   double seconds = 0;
   for (const int32_t rank : ring) {  // a fast one hides less
-    seconds = std::max(
-        seconds, stream_s(problem, length, degree, stream, links, problem.speed(rank)));
+    seconds =
+        std::max(seconds, stream_s(problem, length, degree, stream, links, problem.speed(rank)));
     if (problem.speeds.empty()) break;
   }
   const double tokens = stream_traffic_tokens(problem.cost, length, stream);

@@ -77,8 +77,9 @@ int64_t first_misplaced(const Problem& problem, const Plan& plan);
 int64_t group_size(const Problem& problem);
 
 // When each rank ends, if micro-batch m, on ranks [offsets[m], offsets[m + 1]), takes seconds[m]
-// over all stages, a third of it forward, or a quarter if it is recomputed. Every micro-batch must stand at one position. The ranks
-// may be fewer or others than the problem's, of which only stages, chunks and weights count.
+// over all stages, a third of it forward, or a quarter if it is recomputed. Every micro-batch must
+// stand at one position. The ranks may be fewer or others than the problem's, of which only stages,
+// chunks and weights count.
 std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
@@ -102,8 +103,7 @@ std::vector<double> streamed_ends(const Problem& problem, const std::vector<int3
 // The two passes of a micro-batch that takes so long.
 struct PassTimes {
   PassTimes(double seconds, bool recomputed)
-      : forward_s(seconds / (recomputed ? 4 : 3)),
-        backward_s((recomputed ? 3 : 2) * forward_s) {}
+      : forward_s(seconds / (recomputed ? 4 : 3)), backward_s((recomputed ? 3 : 2) * forward_s) {}
 
   double forward_s;
   double backward_s;

@@ -13,9 +13,8 @@ namespace {
 class Streams {
  public:
   Streams(const Problem& problem, const std::vector<int32_t>& rank_offsets,
-          const std::vector<int32_t>& ranks, const std::vector<double>& seconds,
-          int64_t num_ranks, const std::vector<int32_t>& num_parts,
-          const std::vector<bool>& recomputed)
+          const std::vector<int32_t>& ranks, const std::vector<double>& seconds, int64_t num_ranks,
+          const std::vector<int32_t>& num_parts, const std::vector<bool>& recomputed)
       : order_(problem),
         num_ranks_(index(num_ranks)),
         weights_(weights_of_rows(problem)),

@@ -15,7 +15,7 @@ _ROWS = (
     ("keys", "keys of parts", "K and V that later parts see, their float32 gradients"),
     ("recomputed", "recomputed layers", "whole while backward is in them"),
     ("backward", "a layer's backward", "gradients at the busiest moment"),
-    ("ring_buffers", "ring buffers", "K and V twice, their float32 gradients twice{streams}"),
+    ("ring_buffers", "ring buffers", "{ring_buffers}{streams}"),
     ("second_stream", "second stream", "of TransformerEngine's ring, in separate memory"),
     ("in_flight", "ring transfers", "of TransformerEngine's ring, freed and not yet passed"),
     ("loss", "loss", "hidden states, a chunk of logits"),
@@ -109,6 +109,9 @@ def _table(finding: Finding, job: Job, memory: StageMemory) -> list[str]:
         "activations": f"{job.alive(memory.stage):,g} full micro-batches of {layers}"
         if job.stages > 1
         else layers,
+        "ring_buffers": "K and V 4 times, their float32 gradients 5 times: double rings"
+        if job.double_rings
+        else "K and V twice, their float32 gradients twice",
         "streams": ", all three times: streams" if job.streams else "",
         "runtime": f"assumed, {num_communicators(job)} communicators"
         if job.runtime_bytes is None
