@@ -4,6 +4,7 @@ Processes are forked as `tests.support.ranks` forks them, which spares each of t
 """
 
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -175,25 +176,37 @@ class DiesIn:
     """A fault: the process kills itself when it calls a function of a step."""
 
     function: str
-    """Of `training.survival`."""
+    """Of the module."""
     step: int
     """That runs, or has just been applied."""
     behind: bool = False
     """Behind the call, not before."""
+    module: str = "megatron_hdp.training.survival"
+
+    def happen(self):
+        """Ends the process."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def __call__(self, member):
-        from megatron_hdp.training import survival
-
-        original, calls = getattr(survival, self.function), []
+        module = importlib.import_module(self.module)
+        original, calls = getattr(module, self.function), []
 
         def called(*args, **kwargs):
             calls.append(None)
             is_it = len(calls) == self.step
             if is_it and not self.behind:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self.happen()
             result = original(*args, **kwargs)
             if is_it:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self.happen()
             return result
 
-        setattr(survival, self.function, called)
+        setattr(module, self.function, called)
+
+
+class IsCutOffIn(DiesIn):
+    """Communication fails there instead, as where another rank has died."""
+
+    def happen(self):
+        """Raises."""
+        raise RuntimeError("a planted failure of communication")

@@ -14,7 +14,7 @@ from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.megatron import parallel
 from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
-from tests.support.epochs import DiesIn, SurvivingJob
+from tests.support.epochs import DiesIn, IsCutOffIn, SurvivingJob
 from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
 from tests.training.runs import LENGTHS, curve, flags, lines_of, run
 
@@ -64,8 +64,11 @@ def require_survived(job, codes):
     assert codes == [ExitCode.DONE] * len(codes), "\n".join([*job.said, words])
 
 
+BEFORE_THE_VOTE = DiesIn("_require_finite_gradients", 3, module="megatron_hdp.training.loop")
+"""All that a step changes without its commit is changed by then."""
 MOMENTS = {
     "in the step": DiesIn("gradients_of_step", 3),
+    "before the vote": BEFORE_THE_VOTE,
     "before the commit": DiesIn("apply_step", 3),
     "behind the commit": DiesIn("apply_step", 3, behind=True),
     "before metrics": DiesIn("write_step", 3),
@@ -87,6 +90,13 @@ def test_a_rank_dies(run_ranks, tmp_path, moment, victim):
     job = SurvivingJob(arguments, 3, tmp_path, {victim: MOMENTS[moment]})
     require_survived(job, job.run())
     assert job.coordinator.epoch.members == tuple(one for one in range(3) if one != victim)
+    require_same_steps(job, reference(run_ranks, tmp_path))
+
+
+def test_who_has_not_applied_a_step_that_others_have_applies_it(run_ranks, tmp_path):
+    faults = {1: IsCutOffIn("apply_step", 3), 2: DiesIn("apply_step", 3, behind=True)}
+    job = SurvivingJob(surviving(tmp_path), 3, tmp_path, faults)
+    require_survived(job, job.run())
     require_same_steps(job, reference(run_ranks, tmp_path))
 
 
@@ -220,7 +230,7 @@ LAYOUTS = {  # settings, ranks of one replica
 def test_a_rank_dies_in_a_layout(run_ranks, tmp_path, layout):
     changes, replica = LAYOUTS[layout]
     last = 3 if replica == 2 else 2
-    faults = {last: DiesIn("apply_step", 3)}
+    faults = {last: BEFORE_THE_VOTE}
     job = SurvivingJob(surviving(tmp_path, **changes), last + 1, tmp_path, faults, replaces=True)
     require_survived(job, job.run())
     expected = reference(run_ranks, tmp_path, num_ranks=replica, **(changes | WHOLE))
