@@ -26,7 +26,7 @@ _NEAR = 1 / 8 + 1e-9  # a cut exactly so near is decided alike, however its time
 
 
 AUTO = "auto"
-"""As a number of parts: what `auto_parts` says."""
+"""A number of parts that `auto_parts` chooses."""
 
 _AUTO_PARTS, _MOST_PARTS = 8, 1024
 
