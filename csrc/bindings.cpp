@@ -199,6 +199,7 @@ hdp::Problem to_problem(const py::kwargs& given) {
   fields.take("model_chunks", problem.model_chunks);
   problem.row_weights = to_numbers("row_weights", fields.take("row_weights"));
   fields.take("offload", problem.offload);
+  fields.take("host_memory_bytes", problem.host_memory_bytes);
   fields.take("streams", problem.streams);
   fields.take("recompute", problem.recompute);
   fields.take("effort", problem.effort);

@@ -1,9 +1,10 @@
 """``megatron-hdp plan``: plans one global batch of given lengths and says how good the plan is."""
 
 import argparse
+import math
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.shared.numbers import number, whole
+from megatron_hdp.cli.shared.numbers import above_zero, number, whole
 from megatron_hdp.cli.shared.outputs import check_outputs
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.options import auto_or
@@ -156,6 +157,12 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
         help="auto moves activations to host memory where that saves ranks (default: off)",
     )
     add(
+        "--host-memory-gb",
+        type=above_zero,
+        metavar="GB",
+        help="the most host memory that a micro-batch may fill on a rank (default: no limit)",
+    )
+    add(
         "--streams",
         action="store_true",
         help="let sequences stream that no ring holds, or of which a ring is slower: in parts that "
@@ -221,6 +228,7 @@ def _run(arguments: argparse.Namespace) -> int:
         expert_parallel_size=arguments.expert_parallel_size,
         sequence_parts="auto" if arguments.sequence_parts is None else arguments.sequence_parts,
         offload=arguments.offload,
+        host_memory_bytes=1e9 * (arguments.host_memory_gb or math.inf),
         streams=arguments.streams,
         recompute=arguments.recompute,
         effort=arguments.effort,

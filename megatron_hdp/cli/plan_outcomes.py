@@ -35,6 +35,7 @@ _FLAGS = {
     "sequence_parts": "--sequence-parts",
     "expert parallel size": "--expert-parallel-size",
     'offload="auto"': "--offload auto",
+    "host_memory_bytes": "--host-memory-gb",
     'recompute="auto"': "--recompute auto",
     "streams=True with the strategy auto": "--streams",
 }

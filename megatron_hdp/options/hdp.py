@@ -15,6 +15,7 @@ PLANNER_FLAGS = {
     "tokens_per_rank": "--hdp-tokens-per-rank",
     "max_length": "--seq-length",
     'offload="auto"': "--hdp-offload auto",
+    "host_memory_bytes": "--hdp-host-memory-gb",
     'recompute="auto"': "--hdp-recompute auto",
     "streams=True with the strategy auto": "--hdp-long-sequence stream",
 }
@@ -53,6 +54,13 @@ class HdpOptions:
         help="Offload activations to host memory. auto: those of a micro-batch wait there between "
         "forward and backward if that saves ranks and the forward is long enough to hide the "
         "copies.",
+    )
+    hdp_host_memory_gb: float | None = option(
+        None,
+        minimum=0,
+        help="The most host memory that a rank may fill by --hdp-offload auto, with activations "
+        "and with what streams keep, in GB (1e9 bytes): the node's over its GPUs. Default: no "
+        "limit.",
     )
     hdp_sequence_parts: int | None = option(
         1,
@@ -268,6 +276,8 @@ class HdpOptions:
                 f"found {found} of --hdp-global-batch-tokens and --global-batch-size, expected "
                 "exactly one: give the size of the global batch in tokens or in sequences"
             )
+        if self.hdp_host_memory_gb is not None and self.hdp_offload == "off":
+            raise no_effect(f"--hdp-host-memory-gb {self.hdp_host_memory_gb}", "--hdp-offload auto")
         if attention_dropout != 0:
             raise OptionError(
                 f"--attention-dropout {attention_dropout} is not supported by ring attention: "

@@ -38,6 +38,7 @@ class Problem:
         model_chunks: int,
         row_weights: NDArray[np.float64],
         offload: bool,
+        host_memory_bytes: float,
         streams: bool,
         recompute: bool,
         effort: int,

@@ -60,6 +60,8 @@ def plan(lengths: ArrayLike, *, strategy: str = AUTO, **arguments: Unpack[Argume
               equally many at a position
             - ``offload``: "auto" lets activations go to host memory where that saves ranks and no
               time
+            - ``host_memory_bytes``: that a micro-batch may fill of a rank's host memory; no limit
+              if not given
             - ``streams``: lets sequences run as streams where no ring holds them, or where that is
               faster: in parts of equal tokens that keep only keys and values, on the host with
               ``offload="auto"`` where the device has no room, and are computed again in backward;

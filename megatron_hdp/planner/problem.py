@@ -1,6 +1,7 @@
 """What the user asks of the planner, checked and handed to C++; refusals in the user's words."""
 
 import dataclasses
+import math
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ class Arguments(TypedDict, total=False):
     expert_parallel_size: int
     sequence_parts: int | str
     offload: str
+    host_memory_bytes: float
     streams: bool
     recompute: str
     effort: int
@@ -74,6 +76,7 @@ class Problem:
     expert_parallel_size: int = 1
     sequence_parts: int = 1
     offload: str = "off"
+    host_memory_bytes: float = math.inf
     streams: bool = False
     recompute: str = "off"
     effort: int = 1
@@ -104,6 +107,9 @@ class Problem:
             found = getattr(self, name)
             if not isinstance(found, str) or found not in OFFLOAD:
                 raise ValueError(f"{name} is {found!r}; expected one of {', '.join(OFFLOAD)}")
+        most = self.host_memory_bytes
+        if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 0:
+            raise ValueError(f"host_memory_bytes is {most!r}; expected a number of bytes")
         for name in _INTEGERS:
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _check_parts(self.sequence_parts, self.pipeline)
@@ -148,6 +154,7 @@ class Problem:
             model_chunks=self.pipeline.chunks,
             row_weights=self.pipeline.row_weights,
             offload=self.offload == "auto",
+            host_memory_bytes=float(self.host_memory_bytes),
             streams=self.streams,
             recompute=self.recompute == "auto",
             effort=self.effort,

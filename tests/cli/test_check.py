@@ -380,7 +380,11 @@ def test_a_node_that_cannot_hold_what_is_offloaded_is_refused(tmp_path, capsys):
     assert finding(path, 8, host_memory_bytes=needed / 0.95 + 1).is_sound
     (refusal,) = finding(path, 8, host_memory_bytes=needed / 0.95 - 1e6).refusals
     assert re.search(r"8 GPUs of a node x .* GB = .* GB .* expected at most .* GB \(", refusal)
-    assert "set --hdp-offload off, or raise --hdp-tokens-per-rank 16,384" in refusal
+    (limit,) = re.findall(r"set --hdp-host-memory-gb ([0-9.]+), or --hdp-offload off", refusal)
+    assert float(limit) == pytest.approx(needed / 8e9, abs=0.1)
+    (refusal,) = finding(with_lines(tmp_path, *OFFLOADED, "hdp-host-memory-gb: 0.1"), 8).refusals
+    assert "or raise --hdp-host-memory-gb" in refusal
+    path = with_lines(tmp_path, *OFFLOADED)
     assert finding(path, 8, host_memory_bytes=needed / 2, gpus_per_node=2).is_sound
     assert main(["check", str(path), "--gpus", "8"]) == 0
     assert "a node of 8 GPUs, not checked: give --host-memory" in capsys.readouterr().out
@@ -390,6 +394,15 @@ def test_a_node_that_cannot_hold_what_is_offloaded_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["check", str(path), "--gpus", "8", "--gpus-per-node", "0"])
     assert main(["check", str(path), "--gpus", "8", "--host-memory", "much"]) == 2
+
+
+def test_what_leaves_stays_within_the_host(tmp_path):
+    """Sequences that would share ranks by offload run on more of them instead."""
+    lines = [OFFLOADED[0].replace("262144", "131072"), *OFFLOADED[1:]]
+    free = finding(with_lines(tmp_path, *lines), 8)
+    limit = free.host_bytes / 2e9
+    found = finding(with_lines(tmp_path, *lines, f"hdp-host-memory-gb: {limit}"), 8)
+    assert found.is_sound and 0 < found.host_bytes <= 1e9 * limit
 
 
 def test_streams_are_as_long_as_what_hosts_hold(tmp_path, capsys):

@@ -69,6 +69,17 @@ def test_a_batch_that_needs_offload_says_so() -> None:
         offloaded([15], ranks=1, slice_multiple=6, offload="off")
 
 
+def test_the_host_holds_so_much() -> None:
+    """Of 20 and 15 tokens on a rank 10 and 5 leave, at 1 byte each."""
+    limited = offloaded([20, 15], ranks=2, host_memory_bytes=9)
+    assert [len(ranks) for ranks, _ in rings(limited)] == [2, 1]
+    assert limited.offload_ratios.tolist() == pytest.approx([0, 2 / 3])
+    with pytest.raises(ValueError, match="needs 2 ranks .* or add ranks, or raise host_memory_by"):
+        offloaded([20], ranks=1, host_memory_bytes=9)
+    with pytest.raises(ValueError, match="host_memory_bytes is nan; expected a number of bytes"):
+        offloaded([20], ranks=1, host_memory_bytes=float("nan"))
+
+
 def fits(problem: Problem, length: int, degree: int) -> bool:
     """Whether the host takes what a rank cannot hold: written apart from the planner."""
     model = problem.model

@@ -1,5 +1,6 @@
 """Streams: what the planner makes of sequences that no ring holds, or of which a ring is slow."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -43,12 +44,14 @@ def asked(draw):
         ranks_per_node=draw(number([1, 2, 4])),
     )
     speeds = draw(st.none() | st.lists(number([0.5, 1.0]), min_size=ranks, max_size=ranks))
+    offload = draw(number(["off", "auto"]))
     return lengths, {
         "ranks": ranks,
         "tokens_per_rank": capacity,
         "cost_model": cost,
         "rank_speeds": speeds,
-        "offload": draw(number(["off", "auto"])),
+        "offload": offload,
+        "host_memory_bytes": draw(number([math.inf, 1e4, 1e6])) if offload == "auto" else math.inf,
         "slice_multiple": draw(number([1, 3])),
     }
 
@@ -63,6 +66,7 @@ def test_plans_with_streams_fit_and_take_what_is_said(asked):
         assert "offload" in str(error) or how["offload"] == "auto"
         return
     made.validate(num_layers=4)
+    assert (_host_bytes(made, how["cost_model"]) <= how["host_memory_bytes"]).all()
     assert made.fingerprint() == plan(lengths, **how, streams=True).fingerprint()
     replayed = evaluate(made, _with_speeds(how))
     assert replayed.makespan_s == pytest.approx(made.summary["makespan_s"], rel=1e-9)
@@ -96,6 +100,19 @@ def test_the_static_mesh_streams_what_all_ranks_cannot_hold(asked):
 
 def _with_speeds(how):
     return replace(how["cost_model"], rank_speeds=how["rank_speeds"] or ())
+
+
+def _host_bytes(made, cost):
+    """Of each stream on a rank, by hand: keys, values and sums of the parts that leave."""
+    kept = (1 + cost.sum_ratio) * cost.kv_bytes_per_token
+    halo = (1 + cost.sum_ratio) * cost.halo_bytes / 6
+    found = []
+    for m in np.flatnonzero(made.is_stream).tolist():
+        batch = made.micro_batch(m)
+        tokens = made.lengths[batch.sequences[0]] / len(batch.ranks)
+        parts = made.host_parts_of(m)
+        found.append(parts / made.parts_of_each[m] * tokens * kept + parts * halo)
+    return np.array(found)
 
 
 LLAMA_8B = {

@@ -144,9 +144,19 @@ void check_expert_ranks(const Problem& problem) {
   }
 }
 
+// Whether the ranks hold the sequence, whole or as a stream.
+bool holds(const Problem& problem, int64_t length) {
+  const int64_t degree = least_degree(problem, length);
+  if (degree >= 1 && degree <= problem.num_ranks) return true;
+  return problem.streams && least_stream_degree(problem, length) > 0;
+}
+
 // What to add to an error message where offload or streams would help; nothing where they would not.
 std::string remedies(const Problem& problem, int64_t length) {
   Problem other = problem;
+  other.host_memory_bytes = kInfinity;
+  if (problem.offload && holds(other, length)) return ", or raise host_memory_bytes";
+  other.host_memory_bytes = problem.host_memory_bytes;
   other.offload = true;
   const int64_t degree = least_degree(other, length);
   const bool fits = degree >= 1 && degree <= problem.num_ranks;
@@ -209,6 +219,9 @@ void check(const Problem& problem) {
   check_range("sequence parts", problem.sequence_parts, kMostParts);
   check_number("linear tokens", problem.linear_tokens, true);
   check_range("effort", problem.effort, kMostEffort);
+  if (problem.host_memory_bytes != kInfinity) {
+    check_number("host_memory_bytes", problem.host_memory_bytes, true);
+  }
   check_expert_ranks(problem);
   check_cost_model(problem.cost);
   check_speeds(problem);

@@ -54,6 +54,9 @@ std::optional<double> offload_ratio(const Problem& problem, int64_t length, int6
   if (tokens * kResidentLayers > capacity * problem.cost.num_layers) return std::nullopt;
   const double leaving = static_cast<double>(tokens - capacity) * static_cast<double>(degree);
   if (leaving > tokens_to_host(problem, length)) return std::nullopt;
+  const double bytes =
+      static_cast<double>(tokens - capacity) * problem.cost.activation_bytes_per_token;
+  if (bytes > problem.host_memory_bytes) return std::nullopt;
   return least_ratio(problem, tokens);
 }
 

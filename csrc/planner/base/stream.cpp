@@ -29,6 +29,13 @@ double halo_key_bytes(const CostModel& cost) {
   return cost.halo_s * cost.inter_node_bytes_per_s / 6;
 }
 
+// Bytes that a rank keeps on the host of a stream that has `held` tokens on it.
+double host_bytes(const CostModel& cost, const Stream& stream, double held) {
+  const double parts = static_cast<double>(stream.host_parts);
+  const double tokens = parts / static_cast<double>(stream.num_parts) * held;
+  return kept_per_key(cost) * (tokens * cost.kv_bytes_per_token + parts * halo_key_bytes(cost));
+}
+
 // What is kept on the device, in tokens whose activations take as much.
 struct Kept {
   double per_token = 0;
@@ -109,9 +116,12 @@ std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t 
   const double room = capacity - static_cast<double>(tokens);
   const auto on_device = static_cast<int64_t>(
       std::min(room / std::max(of_a_part, 1e-300), static_cast<double>(num_parts - 1)));
-  if (on_device > 0) return Stream{num_parts, num_parts - on_device, tokens};
-  host->host_parts = host->num_parts;
-  return host;
+  if (on_device > 0) {
+    host = Stream{num_parts, num_parts - on_device, tokens};
+  } else {
+    host->host_parts = host->num_parts;
+  }
+  return host_bytes(problem.cost, *host, held) <= problem.host_memory_bytes ? host : device;
 }
 
 int64_t least_stream_degree(const Problem& problem, int64_t length) {

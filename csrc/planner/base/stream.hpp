@@ -22,7 +22,8 @@ struct Stream {
 // How a sequence streams on so many ranks whose memory does not hold a slice of it: in the fewest
 // parts that fit beside what is kept, on the device if that takes at most twice as many parts as on
 // the host. Else in twice as many: the first ones keep on the device what it then has room for, the
-// others on the host. None if it may not stream, if a slice fits, or if no part fits.
+// others on the host, if that has the memory. None if it may not stream, if a slice fits, or if no
+// part fits.
 std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree);
 
 // The least degree at which the sequence may stream; 0 if there is none up to the number of ranks.

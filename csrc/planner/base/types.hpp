@@ -107,6 +107,7 @@ struct Problem {
   // Empty: all are equal.
   std::vector<double> row_weights;
   bool offload = false;        // activations may go to host memory
+  double host_memory_bytes = kInfinity;  // that a micro-batch may fill there, on a rank
   bool streams = false;        // sequences may stream, see base/stream.hpp
   bool recompute = false;      // sequences may be recomputed in backward, see base/memory.hpp
   int64_t effort = 1;          // scales the number of iterations of local search

@@ -1,5 +1,6 @@
 """What ``check`` finds: degrees first, then the longest sequence, a planned step and memory."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -177,13 +178,12 @@ def _check_host(found: Finding, job: Job) -> None:
     usable = (1 - RESERVE) * found.host_memory_bytes
     if found.node_host_bytes <= usable:
         return
-    remedy = (
-        f"set --hdp-offload off, or raise --hdp-tokens-per-rank {job.tokens_per_rank:,}, above "
-        "which activations leave"
-    )
-    if found.longest_stream_tokens is not None and found.streamed_tokens:
+    of_gpu = usable / found.node_gpus - found.copies_bytes
+    remedy = f"set --hdp-host-memory-gb {math.floor(of_gpu / 1e8) / 10}, or --hdp-offload off"
+    of_stream = kept_of_stream(job) * found.streamed_tokens
+    if found.longest_stream_tokens is not None and of_stream > of_gpu:
         remedy = f"lower --seq-length to {found.longest_stream_tokens:,}, or use more nodes"
-    if found.copies_bytes * found.node_gpus > usable:
+    if of_gpu <= 0:
         remedy = "use more HDP ranks, or set --hdp-optimizer-copies off"
     copies = ["--hdp-optimizer-copies on"] if found.copies_bytes else []
     what = " and ".join((["--hdp-offload auto"] if found.host_bytes else []) + copies)

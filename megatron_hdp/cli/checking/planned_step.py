@@ -88,6 +88,7 @@ def run_setting(
         streams=arguments.streams,
         recompute=arguments.hdp_recompute,
         offload=arguments.hdp_offload,
+        host_memory_bytes=arguments.host_memory_bytes,
         **others,
     )
 

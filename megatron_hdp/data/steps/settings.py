@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_hdp.arrays import Int64Array
@@ -39,6 +40,8 @@ class PlanSettings:
     """Whether sequences may run as streams."""
     recompute: str = "off"
     """Whether sequences may be recomputed in backward: auto or off."""
+    host_memory_bytes: float = math.inf
+    """That a micro-batch may fill, of an HDP rank."""
     window: int | None = None
     """Tokens that a query sees in layers with a window, for a step's sums; no plan asks for it."""
 
@@ -66,6 +69,7 @@ class PlanSettings:
             streams=self.streams,
             recompute=self.recompute,
             offload=self.offload,
+            host_memory_bytes=self.host_memory_bytes,
         )
 
     @property

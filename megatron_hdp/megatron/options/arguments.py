@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from megatron_hdp.megatron.options.groups import (
@@ -19,6 +20,7 @@ from megatron_hdp.megatron.options.model_options import (
 )
 from megatron_hdp.options import HdpOptions, OptionError
 from megatron_hdp.planner.parts import auto_parts
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.stages import StageSplit, parts_of
 from megatron_hdp.strategies import AUTO, STRATEGIES
 
@@ -46,6 +48,15 @@ class TrainingArguments(
         """Whether each rank's shard of the optimizer has a copy at another rank."""
         is_spread = self.hdp_survive and self.use_distributed_optimizer
         return is_spread and self.hdp_optimizer_copies == "on"
+
+    @property
+    def host_memory_bytes(self) -> float:
+        """That a micro-batch may fill on a stage of an HDP rank, with as many others as wait."""
+        if self.hdp_host_memory_gb is None:
+            return math.inf
+        pipeline = Pipeline(self.pipeline_model_parallel_size, num_model_chunks(self))
+        of_rank = 1e9 * self.hdp_host_memory_gb * self.tensor_model_parallel_size
+        return of_rank * pipeline.chunks / pipeline.waiting_passes(0)
 
     @property
     def sequence_parts(self) -> int:

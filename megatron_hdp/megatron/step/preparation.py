@@ -75,6 +75,7 @@ def plan_settings(
         max_length=arguments.seq_length,
         slice_multiple=arguments.hdp_slice_multiple,
         offload=arguments.hdp_offload,
+        host_memory_bytes=arguments.host_memory_bytes,
         cost_model=cost_model,
         num_model_chunks=place.num_model_chunks,
         stage_weights=planned_weights(arguments, vocabulary) or (),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.shape import Layer, ModelShape
 from megatron_hdp.planner.stages import StageSplit
 
@@ -101,11 +102,7 @@ class Job:
         return most
 
     def _waiting_passes(self, stage: int) -> int:
-        """Passes through a model chunk whose backward is to come, at most."""
-        behind = self.stages - 1 - stage
-        if self.model_chunks == 1:
-            return behind + 1
-        return 2 * behind + (self.model_chunks - 1) * self.stages + 1
+        return Pipeline(self.stages, self.model_chunks).waiting_passes(stage)
 
     @property
     def value_bytes(self) -> int:

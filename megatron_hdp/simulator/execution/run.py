@@ -1,5 +1,6 @@
 """Several steps of several strategies, and how much faster each is than the static mesh."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Setting:
     streams: bool = False
     recompute: str = "off"
     offload: str = "off"
+    host_memory_bytes: float = math.inf
     machine: Machine = field(default_factory=Machine)
     job: Job | None = None
     """For memory and MFU; None: neither is known."""
@@ -82,6 +84,7 @@ class Setting:
             streams=self.streams,
             recompute=self.recompute,
             offload=self.offload,
+            host_memory_bytes=self.host_memory_bytes,
         )
 
     def planned(self, lengths: Int64Array, strategy: str) -> Plan:
