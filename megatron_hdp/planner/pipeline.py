@@ -53,13 +53,6 @@ class Pipeline:
         """Virtual stages of the whole model."""
         return self.stages * self.chunks
 
-    def waiting_passes(self, stage: int) -> int:
-        """Passes through a model chunk of a stage whose backward is to come, at most."""
-        behind = self.stages - 1 - stage
-        if self.chunks == 1:
-            return behind + 1
-        return 2 * behind + (self.chunks - 1) * self.stages + 1
-
     @property
     def row_weights(self) -> Float64Array:
         """Each row's share of a micro-batch's time; ``[rows]``, of sum 1."""

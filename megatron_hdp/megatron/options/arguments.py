@@ -20,8 +20,7 @@ from megatron_hdp.megatron.options.model_options import (
 )
 from megatron_hdp.options import HdpOptions, OptionError
 from megatron_hdp.planner.parts import auto_parts
-from megatron_hdp.planner.pipeline import Pipeline
-from megatron_hdp.planner.stages import StageSplit, parts_of
+from megatron_hdp.planner.stages import StageSplit, parts_of, waiting_passes
 from megatron_hdp.strategies import AUTO, STRATEGIES
 
 ON_PIPELINES = (AUTO, *(one.name for one in STRATEGIES if one.on_pipelines))
@@ -54,9 +53,9 @@ class TrainingArguments(
         """That a micro-batch may fill on a stage of an HDP rank, with as many others as wait."""
         if self.hdp_host_memory_gb is None:
             return math.inf
-        pipeline = Pipeline(self.pipeline_model_parallel_size, num_model_chunks(self))
-        of_rank = 1e9 * self.hdp_host_memory_gb * self.tensor_model_parallel_size
-        return of_rank * pipeline.chunks / pipeline.waiting_passes(0)
+        chunks = num_model_chunks(self)
+        alive = waiting_passes(0, self.pipeline_model_parallel_size, chunks) / chunks
+        return 1e9 * self.hdp_host_memory_gb * self.tensor_model_parallel_size / alive
 
     @property
     def sequence_parts(self) -> int:

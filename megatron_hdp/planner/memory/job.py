@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.shape import Layer, ModelShape
-from megatron_hdp.planner.stages import StageSplit
+from megatron_hdp.planner.stages import StageSplit, waiting_passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class Job:
 
         With model chunks that many of a stage's passes are, each through one of them.
         """
-        return self._waiting_passes(stage) / self.model_chunks
+        return waiting_passes(stage, self.stages, self.model_chunks) / self.model_chunks
 
     def most_alive(self, stage: int, of_chunks: Sequence[float]) -> float:
         """What a stage holds at its fullest moment, of passes between forward and backward.
@@ -88,7 +87,7 @@ class Job:
             stage: 0 is the first.
             of_chunks: what a pass through each of the stage's model chunks holds.
         """
-        passes = self._waiting_passes(stage)
+        passes = waiting_passes(stage, self.stages, self.model_chunks)
         if len(set(of_chunks)) == 1:
             return passes * of_chunks[0]
         # groups of as many micro-batches as there are stages go through one chunk and the next
@@ -100,9 +99,6 @@ class Job:
             if number >= passes - 1:  # a backward has room again, of the last chunk first
                 held -= of_chunks[-1 - group[(number - passes + 1) % len(group)]]
         return most
-
-    def _waiting_passes(self, stage: int) -> int:
-        return Pipeline(self.stages, self.model_chunks).waiting_passes(stage)
 
     @property
     def value_bytes(self) -> int:

@@ -191,3 +191,11 @@ def _counted(
             "take the place of, expected at least one each: use fewer stages"
         )
     return tuple(layers)
+
+
+def waiting_passes(stage: int, num_stages: int, num_chunks: int = 1) -> int:
+    """Passes through a model chunk of a stage whose backward is to come, at most."""
+    behind = num_stages - 1 - stage
+    if num_chunks == 1:
+        return behind + 1
+    return 2 * behind + (num_chunks - 1) * num_stages + 1
