@@ -237,6 +237,7 @@ double makespan_s(const hdp::Problem& problem, const py::kwargs& given) {
   take("local_ranks", plan.locals.ranks);
   take("num_parts", plan.num_parts);
   take("recomputed", plan.recomputed);
+  take("stream_parts", plan.stream_parts);
   fields.end();
   return hdp::simulate(problem, plan).makespan_s;
 }

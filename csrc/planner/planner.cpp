@@ -70,8 +70,9 @@ std::vector<std::string> strategies() {
 Answer make_plan(const Problem& given, const std::string& strategy) {
   Problem problem = given;
   // the others know none
-  problem.streams = given.streams && (strategy == "dp-balance" || strategy == "static");
-  problem.recompute = given.recompute && (strategy == "dp-balance" || strategy == "pp-balance");
+  const bool is_balanced = strategy == "dp-balance" || strategy == "pp-balance";
+  problem.streams = given.streams && (is_balanced || strategy == "static");
+  problem.recompute = given.recompute && is_balanced;
   check(problem);
   Answer answer;
   Scheduled made = run(problem, strategy);

@@ -98,7 +98,7 @@ class Evaluation(Figures):
     """Ring traffic of each micro-batch that attention does not hide on its fastest member."""
     part_starts_s: tuple[Float64Array, Float64Array] | None = None
     """Where micro-batches run in parts: starts of all parts, forward and backward, stage by stage;
-    one micro-batch's parts behind another's, each an equal part of its time."""
+    one micro-batch's parts behind another's, each with its `time_shares`."""
 
     @property
     def start_s(self) -> Float64Array:

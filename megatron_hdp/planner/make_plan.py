@@ -65,7 +65,7 @@ def plan(lengths: ArrayLike, *, strategy: str = AUTO, **arguments: Unpack[Argume
             - ``streams``: lets sequences run as streams where no ring holds them, or where that is
               faster: in parts of equal tokens that keep only keys and values, on the host with
               ``offload="auto"`` where the device has no room, and are computed again in backward;
-              one stage, "dp-balance" only
+              "dp-balance" and "pp-balance", and "static" for what all ranks cannot hold
             - ``recompute``: "auto" lets sequences be recomputed in backward, layer by layer, where
               no ring holds them otherwise, or where a ring of fewer ranks is faster although it
               computes a third more; "dp-balance" and "pp-balance" only
@@ -107,7 +107,13 @@ def make_plan(problem: Problem, strategy: str = AUTO) -> Plan:
         linear_tokens=problem.linear_tokens,
     )
     if (stream_parts := answer["stream_parts"]) is not None:
-        made = replace(made, num_parts=np.maximum(stream_parts, 1), streams=stream_parts > 0)
+        num_parts = np.where(stream_parts > 0, stream_parts, made.parts_of_each)
+        made = replace(
+            made,
+            num_parts=num_parts,
+            streams=stream_parts > 0,
+            linear_tokens=problem.linear_tokens,
+        )
     if (recomputed := answer["recomputed"]) is not None:
         share = problem.cost_model.recomputed_share
         made = replace(made, recomputed=recomputed > 0, recomputed_share=share)
@@ -157,7 +163,7 @@ def tight_bound_of(problem: Problem) -> float:
         held = max(held, most_recomputed(problem.tokens_per_rank, cost_model.recomputed_share))
     bound_s = pipeline_lower_bound_s(
         *(problem.lengths, problem.ranks, cost_model, pipeline),
-        *(held, problem.expert_parallel_size, parts),
+        *(held, problem.expert_parallel_size, parts, problem.streams),
     )
     if problem.expert_parallel_size > 1:
         return bound_s

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.planner.bounds import attention_s
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import FlatPlan
@@ -117,6 +118,23 @@ def sizes_of_parts(plan: FlatPlan, m: int) -> list[PartSize]:
     sharded = plan.sequences[plan.sequence_offsets[m] : plan.sequence_offsets[m + 1]]
     linear_tokens = math.inf if plan.is_stream[m] else plan.linear_tokens
     return part_sizes(plan.lengths[sharded].tolist(), int(plan.parts_of_each[m]), linear_tokens)
+
+
+def time_shares(plan: FlatPlan) -> Float64Array:
+    """Of each micro-batch's time what each of its parts takes, one micro-batch's behind another's.
+
+    All the same; but parts of a stream have equal tokens, and take what these do in attention and
+    besides.
+    """
+    parts = plan.parts_of_each
+    shares = np.repeat(1 / parts, parts)
+    begins = np.cumsum(parts) - parts
+    for m in np.flatnonzero(plan.is_stream).tolist():
+        sizes = sizes_of_parts(plan, m)
+        seen = np.array([size.squares + plan.linear_tokens * size.tokens for size in sizes])
+        if seen.any():  # else all lies whole on its members
+            shares[begins[m] : begins[m] + parts[m]] = seen / seen.sum()
+    return shares
 
 
 def shares_of_parts(

@@ -24,6 +24,9 @@ _MOST_LONGEST = 256
 _MOST_TOGETHER = 2**20
 """Own times of sequences, numbers of parts and degrees that are looked at together."""
 
+_TWICE = 4 / 3
+"""What a second forward makes of compute."""
+
 _FEW_PARTS = 8
 """Up to so many parts each number is looked at by itself, above it from one to its double."""
 
@@ -54,17 +57,19 @@ def pipeline_bound_of(
 ) -> float:
     """`pipeline_lower_bound_s` where ranks hold what a plan lets them, by offload or without it.
 
-    Micro-batches may run in ``most_parts`` parts; by default in as many as one of the plan does.
+    Micro-batches may run in ``most_parts`` parts; by default in as many as one of the plan does
+    that is no stream. They may stream where one of the plan's does.
     """
-    held = plan.tokens_per_rank
-    if plan.offload_ratios.any():
+    held, is_no_stream = plan.tokens_per_rank, ~plan.is_stream
+    if plan.offload_ratios[is_no_stream].any():
         held = most_held(held, cost_model)
     if plan.recomputed is not None:
         held = max(held, most_recomputed(plan.tokens_per_rank, plan.recomputed_share))
     if most_parts is None:
-        most_parts = int(plan.parts_of_each.max(initial=1))
+        most_parts = int(plan.parts_of_each[is_no_stream].max(initial=1))
     return pipeline_lower_bound_s(
-        plan.lengths, plan.num_ranks, cost_model, pipeline, held, expert_parallel_size, most_parts
+        *(plan.lengths, plan.num_ranks, cost_model, pipeline, held),
+        *(expert_parallel_size, most_parts, plan.streams is not None),
     )
 
 
@@ -86,6 +91,7 @@ def pipeline_lower_bound_s(
     tokens_per_rank: int,
     expert_parallel_size: int = 1,
     most_parts: int = 1,
+    streams: bool = False,
 ) -> float:
     """No 1F1B schedule with at most C tokens on a rank is faster than the greatest of these four.
 
@@ -104,6 +110,11 @@ def pipeline_lower_bound_s(
     least what the whole's keys are, or its queries where these are less (`own_times_s`): t never
     falls with c, and t / c never rises. A range of c is looked at with the t of its least and the
     t / c of its greatest one.
+
+    Streams. A sequence may stream on any number of ranks, whatever they hold. Then its time t is at
+    least 4 / 3 of what it computes, blocks and g once; its L is at least x t, which the row of x
+    takes for all parts, and p of point 4 is 0. A third of what it computes is forward, as of
+    others.
 
     1. Work. A stage of a rank of speed v does v units of its share of the compute a second: the
        makespan M is at least W x total compute / sum of speeds, W being the greatest W(s).
@@ -125,12 +136,13 @@ def pipeline_lower_bound_s(
        hides. Without one of these, a member may spend all of h's t on computing, its share of h
        included: at most v t - compute of h / D is other compute.
 
-    3. Sequences longer than N C / 2. Two of them are more than all ranks hold, so that on no stage
-       their micro-batches run together: stage s is busy with them for W(s) x sum(t). The forward of
-       each of them first passes the rows before s, in R(s) of a part's time / 3, and its backward
-       passes them last: M >= W(s) x sum(t) + R(s) x (t / 3 c of the first + 2 t / 3 c of the last),
-       for every s. Each has the c that makes its own terms least; as these are concave in the share
-       of R(s) that it bears, no two bear less than one of them does.
+    3. Sequences longer than N C / 2, where none may stream. Two of them are more than all ranks
+       hold, so that on no stage their micro-batches run together: stage s is busy with them for
+       W(s) x sum(t). The forward of each of them first passes the rows before s, in R(s) of a
+       part's time / 3, and its backward passes them last: M >= W(s) x sum(t) + R(s) x (t / 3 c of
+       the first + 2 t / 3 c of the last), for every s. Each has the c that makes its own terms
+       least; as these are concave in the share of R(s) that it bears, no two bear less than one of
+       them does.
 
     4. The k longest sequences, for every k. Let u be the least own time of the k-th, so that the
        micro-batch of each of the k takes at least u, p its least time of a part, and T the time of
@@ -159,6 +171,7 @@ def pipeline_lower_bound_s(
             hold then.
         expert_parallel_size: HDP ranks E that share experts.
         most_parts: The greatest c; 1: micro-batches run whole.
+        streams: Whether sequences may stream.
     """
     if len(lengths) == 0:
         return 0.0
@@ -172,6 +185,7 @@ def pipeline_lower_bound_s(
         tokens_per_rank,
         expert_parallel_size,
         most_parts,
+        streams,
     )
     speeds = speeds_of(cost_model, num_ranks)
     compute = compute_s(lengths, cost_model)
@@ -192,7 +206,7 @@ def pipeline_lower_bound_s(
         pipeline,
         None if is_alone else float(compute[h]),
     )
-    exclusive = lengths[2 * lengths > num_ranks * tokens_per_rank]
+    exclusive = lengths[(2 * lengths > num_ranks * tokens_per_rank) & (not streams)]
     in_turn_s = 0.0
     if len(exclusive):
         times = list(own.of(exclusive))
@@ -223,7 +237,7 @@ class _Times(NamedTuple):
     part_s: Float64Array
     """t / c with the most."""
     fits: BoolArray
-    """Whether a rank of so many can hold its share."""
+    """Whether a rank of so many can hold its share; any can of a stream, which is a range more."""
 
 
 class _OwnTimes(NamedTuple):
@@ -235,6 +249,7 @@ class _OwnTimes(NamedTuple):
     tokens_per_rank: int
     expert_parallel_size: int
     most_parts: int
+    streams: bool
 
     def of(self, lengths: Int64Array, ranges: Int64Array | None = None) -> Iterator[_Times]:
         """A few sequences at a time; ranges are rows of a fewest and a most number of parts."""
@@ -248,7 +263,23 @@ class _OwnTimes(NamedTuple):
                 in_most_s = self._in_parts(some, most)
             least = np.minimum(self.num_ranks, -(-some // self.tokens_per_rank))
             fits = degrees >= least[:, None, None]
-            yield _Times(whole_s, in_most_s / most[:, None], np.broadcast_to(fits, whole_s.shape))
+            times = whole_s, in_most_s / most[:, None], np.broadcast_to(fits, whole_s.shape)
+            yield _Times(*times) if not self.streams else self._with_streams(some, *times)
+
+    def _with_streams(
+        self, lengths: Int64Array, whole_s: Float64Array, part_s: Float64Array, fits: BoolArray
+    ) -> _Times:
+        """The same and, as one more range, what the sequences take at least as streams."""
+        free = dataclasses.replace(
+            self.cost_model, kv_bytes_per_token=0.0, intra_node_hop_s=0.0, inter_node_hop_s=0.0
+        )
+        computed = self._replace(cost_model=free)
+        streamed_s = computed._in_parts(lengths, np.ones(1, dtype=np.int64)) * _TWICE
+        return _Times(
+            np.concatenate([whole_s, streamed_s], axis=1),
+            np.concatenate([part_s, np.zeros_like(streamed_s)], axis=1),
+            np.concatenate([fits, np.ones_like(streamed_s, dtype=np.bool_)], axis=1),
+        )
 
     def _ranges(self) -> Int64Array:
         few = np.arange(1, min(self.most_parts, _FEW_PARTS) + 1)
@@ -301,16 +332,16 @@ def _beside_the_longest_s(
     """
     # rest <= members x 3 (M - L) / w + (all - members) x M / W, and the same with M / W - t; where
     # something fits beside it, members x t - compute of it more
-    fits = own.fits[0, 0]
-    own_s, members = own.whole_s[..., fits], members[fits]
+    own_s = own.whole_s
     longest_row = float(pipeline.row_weights.max())
-    pass_s = longest_row * own_s + (1 - longest_row) * own.part_s[..., fits]
+    pass_s = longest_row * own_s + (1 - longest_row) * own.part_s
     beside = 0.0 if compute_s is None else members * own_s - compute_s
     whole, first = 1 / float(pipeline.stage_weights.max()), float(pipeline.row_weights[0]) / 3
     slopes = members + first * whole * (all_ranks - members)  # of first x the work in M
     latency = (first * (rest - beside) + members * pass_s) / slopes
     work = (rest - beside + members * own_s) / (whole * all_ranks)
-    return float(np.maximum(pass_s, np.maximum(latency, work)).min())
+    least_s = np.maximum(pass_s, np.maximum(latency, work))
+    return float(least_s.min(where=own.fits, initial=np.inf))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.parts import time_shares
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.types import Plan
 
@@ -92,14 +93,15 @@ def pass_shares(plan: Plan, num: int) -> Float64Array:
 def _schedule_in_parts(
     plan: Plan, duration_s: Float64Array, pipeline: Pipeline
 ) -> PipelineSchedule:
-    """The same of micro-batches in parts of equal time, that pass from stage to stage by parts."""
+    """The same of micro-batches in parts, that pass from stage to stage one by one."""
     lists = lists_of(plan) if pipeline.chunks == 1 else _lists_of_slots(plan, pipeline)
     num_padding = max(0, int(lists.micro_batches.max(initial=-1)) + 1 - plan.num_micro_batches)
     parts = np.append(plan.parts_of_each, np.ones(num_padding, dtype=np.int64))
     padded_s = np.append(duration_s, np.zeros(num_padding))
     num, begins = int(parts.sum()), np.cumsum(parts) - parts
     shares = np.repeat(pass_shares(plan, len(parts)), parts, axis=1)
-    passes = shares * np.repeat(padded_s / parts, parts)
+    shares *= np.append(time_shares(plan), np.ones(num_padding))
+    passes = shares * np.repeat(padded_s, parts)
     seconds = np.multiply.outer(pipeline.row_weights, passes.ravel()).ravel()
     waits = waits_of_parts(lists, parts, pipeline)
     starts, finished = longest_paths(waits, seconds)

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner import Evaluation, Plan
+from megatron_hdp.planner.parts import time_shares
 from megatron_hdp.planner.pipeline_evaluation import pass_shares
 
 
@@ -67,7 +68,7 @@ def lanes_of(plan: Plan, evaluation: Evaluation, stage: int = 0) -> Lanes:
     ]
     if evaluation.part_starts_s is not None:
         starts = [row for of_pass in evaluation.part_starts_s for row in of_pass[stage::stages]]
-        bars = [in_parts(*one, plan.parts_of_each) for one in zip(bars, starts, strict=True)]
+        bars = [in_parts(*one, plan) for one in zip(bars, starts, strict=True)]
     joined = joined_bars(bars)
     return replace(joined, backward=np.repeat([False, True], joined.num_bars // 2))
 
@@ -79,17 +80,19 @@ def bars_by_rank(lanes: Lanes, num_ranks: int) -> tuple[Int64Array, Int64Array]:
     return bars, np.concatenate([[0], np.cumsum(counts)])
 
 
-def in_parts(lanes: Lanes, starts_s: Float64Array, parts: Int64Array) -> Lanes:
-    """Cuts each bar into its micro-batch's parts, which take equal time and start at these times.
+def in_parts(lanes: Lanes, starts_s: Float64Array, plan: Plan) -> Lanes:
+    """Cuts each bar into its micro-batch's parts, which start at these times (`time_shares`).
 
     One micro-batch's starts stand behind another's; a bar's waiting lies behind its last part.
     """
+    parts = plan.parts_of_each
     counts = parts[lanes.micro_batch]
     of = np.repeat(np.arange(lanes.num_bars), counts)
     part = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start_s = starts_s[(np.cumsum(parts) - parts)[lanes.micro_batch[of]] + part]
+    here = (np.cumsum(parts) - parts)[lanes.micro_batch[of]] + part
+    start_s, shares = starts_s[here], time_shares(plan)[here]
     ring_s, own_s = (
-        ((end_s - lanes.start_s) / counts)[of] for end_s in (lanes.ring_end_s, lanes.own_end_s)
+        (end_s - lanes.start_s)[of] * shares for end_s in (lanes.ring_end_s, lanes.own_end_s)
     )
     whole = {name: values[of] for name, values in vars(lanes).items()}
     ends = {"ring_end_s": start_s + ring_s, "own_end_s": start_s + own_s}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from megatron_hdp.runtime.offload.host_pool import HostPool
 from tests.gradient_equivalence.case import (
     ACROSS,
     LENGTHS,
@@ -35,6 +36,18 @@ from tests.gradient_equivalence.settings import (
 from tests.support.gradients import EXPERTS
 from tests.support.mla import MLA
 
+
+class ReservedPool(HostPool):
+    """Of small slabs; fails where a step wants more of the host than was reserved for it."""
+
+    def __init__(self, pin):
+        super().__init__(1 << 12, pin)
+
+    def _note_late(self, wanted):
+        raise AssertionError(f"{wanted} bytes beyond the {self.held_bytes} that were reserved")
+
+
+RESERVED = (("megatron_hdp.runtime.offload.activation_offload.HostPool", ReservedPool),)
 KEYS, QUERIES = (
     (("megatron_hdp.runtime.ring.dense.queries_travel", lambda *_, travel=travel: travel),)
     for travel in (False, True)
@@ -46,6 +59,7 @@ DOUBLE = (
     ),
 )
 """Rings of four and six ranks are double, whatever their nodes are."""
+BY_STREAM = {"hdp_long_sequence": "stream"}
 LATENT, KV = ({"hdp_mla_ring": way} for way in ("latent", "kv"))
 
 
@@ -111,7 +125,7 @@ def streams() -> dict[str, Case]:
         "recompute-distributed-optimizer": (2, joined(SHARDED, RECOMPUTE)),
         "selective": (2, recomputing("core_attn")),
         "logits-tied": (2, joined(MHA, {"hdp_fused_loss": False})),
-        "pp2": (4, joined(PP2, {"hdp_sequence_parts": 2})),
+        "pp2": (4, joined(PP2, BY_STREAM)),
         "mtp": (2, joined(MTP)),
         "mtp-recompute": (2, joined(MTP, RECOMPUTE)),
         "windows": (2, joined(SHORT, SINK)),
@@ -119,11 +133,17 @@ def streams() -> dict[str, Case]:
         "latent": (2, joined(MLA, LATENT)),
         "kv": (2, joined(MLA, KV)),
         "experts": (2, joined(EXPERTS)),
-        "sums-rings": (4, {"hdp_stream_sums": "model", "hdp_long_sequence": "stream"}),
+        "sums-rings": (4, {"hdp_stream_sums": "model"} | BY_STREAM),
         "experts-shared": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"])),
         "experts-across": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"], ACROSS)),
         "experts-across-rings": (4, joined(EXPERTS, EXPERT_MODELS["glm"], ACROSS)),
-        "pp2-virtual": (4, joined(virtual(2), {"hdp_sequence_parts": 2})),
+        "pp2-virtual": (4, joined(virtual(2), BY_STREAM)),
+        "pp4-recompute": (4, joined(PP4, layers(4), RECOMPUTE, BY_STREAM)),
+        "pp2-mtp-sums": (4, joined(PP2, MTP, {"hdp_stream_sums": "model"}, BY_STREAM)),
+        "pp2-tp2-sp": (8, joined(MHA, PP2, TP2_SP, BY_STREAM)),
+        "pp2-latent": (6, joined(MLA, PP2, LATENT, BY_STREAM)),
+        "pp2-windows": (4, joined(PP2, SHORT, SINK, BY_STREAM)),
+        "pp2-virtual-4": (8, joined(virtual(2, 4), SHARDED, BY_STREAM)),
         "double": (4, {}, DOUBLE),
     }
     return {
@@ -131,7 +151,7 @@ def streams() -> dict[str, Case]:
             *(ranks, settings | {"hdp_tokens_per_rank": 32}, (), 3),
             lengths=LENGTHS,
             streams=16,
-            patches=sum(patches, ()),
+            patches=sum(patches, RESERVED),
         )
         for name, (ranks, settings, *patches) in rows.items()
     }

@@ -56,22 +56,31 @@ def asked(draw):
     }
 
 
+STAGES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 8), (2, 2, 1)]
+"""And virtual stages, and the most parts of what does not stream."""
+
+
 @slowly
-@given(asked())
-def test_plans_with_streams_fit_and_take_what_is_said(asked):
+@given(asked(), st.sampled_from(STAGES), st.sampled_from([1e-4, 0.02]))
+def test_plans_with_streams_fit_and_take_what_is_said(asked, stages, share):
     lengths, how = asked
+    names = ("pipeline_stages", "virtual_stages", "sequence_parts")
+    how |= dict(zip(names, stages, strict=True))
+    how["cost_model"] = replace(how["cost_model"], input_share=share)
+    stages = stages[:2]
     try:
         made = plan(lengths, **how, streams=True)
     except ValueError as error:
         assert "offload" in str(error) or how["offload"] == "auto"
         return
-    made.validate(num_layers=4)
+    made.validate(num_layers=4, pipeline_stages=stages[0])
     assert (_host_bytes(made, how["cost_model"]) <= how["host_memory_bytes"]).all()
     assert made.fingerprint() == plan(lengths, **how, streams=True).fingerprint()
-    replayed = evaluate(made, _with_speeds(how))
+    replayed = evaluate(made, _with_speeds(how), *stages)
     assert replayed.makespan_s == pytest.approx(made.summary["makespan_s"], rel=1e-9)
-    assert figures(made, _with_speeds(how)).makespan_s == replayed.makespan_s
-    for bound_s in (made.summary["lower_bound_s"], tight_bound_s(lengths, **how, streams=True)):
+    assert figures(made, _with_speeds(how), *stages).makespan_s == replayed.makespan_s
+    tight_s = tight_bound_s(lengths, **how, streams=True)
+    for bound_s in (made.summary["lower_bound_s"], replayed.lower_bound_s, tight_s):
         assert bound_s <= made.summary["makespan_s"] * (1 + 1e-9)
     try:
         without = plan(lengths, **how)
@@ -82,17 +91,18 @@ def test_plans_with_streams_fit_and_take_what_is_said(asked):
 
 
 @slowly
-@given(asked())
-def test_the_static_mesh_streams_what_all_ranks_cannot_hold(asked):
+@given(asked(), st.sampled_from([1, 1, 2]))
+def test_the_static_mesh_streams_what_all_ranks_cannot_hold(asked, stages):
     """It serves where the strategy fails, so it must plan whatever a stream on all ranks holds."""
     lengths, how = asked
+    how |= {"cost_model": replace(how["cost_model"], input_share=1e-3), "pipeline_stages": stages}
     try:
         made = plan(lengths, **how, streams=True, strategy="static")
     except ValueError as error:
         assert "offload" in str(error) or how["offload"] == "auto"
         return
-    made.validate(num_layers=4)
-    replayed = evaluate(made, _with_speeds(how))
+    made.validate(num_layers=4, pipeline_stages=stages)
+    replayed = evaluate(made, _with_speeds(how), stages)
     assert replayed.makespan_s == pytest.approx(made.summary["makespan_s"], rel=1e-9)
     degrees = np.diff(made.rank_offsets)
     assert (degrees[made.is_stream] == how["ranks"]).all()
@@ -178,8 +188,11 @@ def test_a_stream_takes_the_place_of_a_ring_that_is_slower():
     ("changes", "message"),
     [
         ({"streams": 1}, "streams is 1; expected True or False"),
-        ({"streams": True, "pipeline_stages": 2}, "streams with 2 pipeline stages"),
-        ({"streams": True, "expert_parallel_size": 2}, "expert_parallel_size 2"),
+        (
+            {"streams": True, "pipeline_stages": 2, "cost_model": CostModel(1.0, 1.0, 1.0)},
+            "2 pipeline stages .* input_share is 0",
+        ),
+        ({"streams": True, "expert_parallel_size": 2}, "streams with expert_parallel_size 2"),
         ({"streams": True, "strategy": "naive"}, "streams=True with the strategy auto"),
     ],
 )

@@ -42,8 +42,14 @@ struct Kept {
   double per_part = 0;    // of layers with a window
   double in_buffers = 0;  // of a ring, per token of earlier parts whose keys travel
   double found = 0;       // per token of earlier parts whose keys lie one behind another
+  double inputs = 0;      // per token: of a stage of several, what each part has come with
 
-  explicit Kept(const CostModel& cost) {
+  explicit Kept(const Problem& problem) {
+    const CostModel& cost = problem.cost;
+    if (problem.pipeline_stages > 1) {
+      inputs = static_cast<double>(problem.model_chunks) * cost.input_share /
+               static_cast<double>(cost.num_layers);
+    }
     if (cost.activation_bytes_per_token == 0) return;
     const double keys = cost.kv_bytes_per_token / cost.activation_bytes_per_token;
     per_token = kept_per_key(cost) * keys;
@@ -79,10 +85,13 @@ void for_each_part(const CostModel& cost, int64_t length, const Stream& stream,
 
 std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree) {
   if (!problem.streams || offload_ratio(problem, length, degree)) return std::nullopt;
+  if (problem.pipeline_stages > 1 && problem.cost.input_share == 0) return std::nullopt;
   if (recomputes(problem, length, degree)) return std::nullopt;  // in fewer launches
   const int64_t on_a_rank = (degree == 1 ? 1 : 2) * problem.slice_multiple;
   const int64_t units = ceil_div(length, degree * on_a_rank);
-  const auto capacity = static_cast<double>(problem.tokens_per_rank);
+  const Kept kept(problem);
+  const double held = static_cast<double>(units * on_a_rank);
+  const double capacity = static_cast<double>(problem.tokens_per_rank) - kept.inputs * held;
   // in the fewest parts, each with `beside` of the capacity, that fit into `tokens`
   const auto in_parts = [&](double tokens, double beside) -> std::optional<Stream> {
     for (int64_t num_parts = 1;;) {
@@ -98,8 +107,6 @@ std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t 
       num_parts = needed;
     }
   };
-  const Kept kept(problem.cost);
-  const double held = static_cast<double>(units * on_a_rank);
   const double ratio = problem.cost.query_ratio;
   // keys of earlier parts lie in a ring's buffers as long as they, not queries, travel
   const double buffered = degree == 1 ? 0 : kept.in_buffers;

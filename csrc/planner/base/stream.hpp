@@ -1,6 +1,8 @@
 // Streams: a sequence in parts of equal tokens on a ring, which keeps only keys and values between
 // forward and backward, and is computed again in backward, from the last part to the first. Layers
-// with a window keep the halo of the next part.
+// with a window keep the halo of the next part. On a stage of several it keeps what each part has
+// come with as well, always on the device. Of its P micro-batches between forward and backward each
+// has the capacity to itself.
 #pragma once
 
 #include <cstdint>

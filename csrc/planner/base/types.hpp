@@ -140,7 +140,7 @@ struct Plan {
   std::vector<int32_t> local_offsets{0};  // up to the last micro-batch with locals
   Locals locals;
   std::vector<double> offload_ratios;  // up to the last micro-batch with another one than 0
-  std::vector<int32_t> num_parts;  // of the micro-batches; empty: all run whole
+  std::vector<int32_t> num_parts;  // of the micro-batches but streams; empty: all run whole
   std::vector<int32_t> stream_parts;   // up to the last micro-batch that streams; 0: it does not
   std::vector<bool> recomputed;    // up to the last micro-batch that is computed again in backward
   std::vector<int32_t> positions;  // of the micro-batches in their ranks' lists; empty: not given
@@ -163,13 +163,17 @@ struct Plan {
     return i < offload_ratios.size() ? offload_ratios[i] : 0;
   }
 
-  // In how many parts micro-batch m runs.
-  int64_t parts(int64_t m) const { return num_parts.empty() ? 1 : num_parts[index(m)]; }
-
   // In how many parts micro-batch m streams; 0: it does not.
   int64_t parts_of_stream(int64_t m) const {
     const auto i = index(m);
     return i < stream_parts.size() ? stream_parts[i] : 0;
+  }
+
+  // In how many parts micro-batch m runs.
+  int64_t parts(int64_t m) const {
+    const int64_t streamed = parts_of_stream(m);
+    if (streamed > 0) return streamed;
+    return num_parts.empty() ? 1 : num_parts[index(m)];
   }
 
   // Whether micro-batch m is computed again in backward.

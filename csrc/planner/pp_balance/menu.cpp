@@ -7,6 +7,8 @@
 #include "planner/base/cost_model.hpp"
 #include "planner/base/parts.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/base/stream.hpp"
+#include "planner/schedule/schedule.hpp"
 #include "planner/schedule/ways.hpp"
 #include "planner/rings/degrees.hpp"
 #include "planner/rings/rings.hpp"
@@ -63,13 +65,18 @@ std::vector<int64_t> degrees_of(const Batch& batch, std::size_t place, bool whol
   return degrees;
 }
 
-// What a pass adds to a micro-batch in so many parts: P - 1 times its first part.
-double pass_s(const Problem& problem, double seconds, int64_t num_parts) {
-  const auto more = static_cast<double>(problem.pipeline_stages - 1);
-  return seconds * (1 + more / static_cast<double>(num_parts));
+// What a pass adds to a micro-batch in parts: P - 1 times the longest.
+double pass_s(const Problem& problem, double seconds, double part_s) {
+  return seconds + static_cast<double>(problem.pipeline_stages - 1) * part_s;
 }
 
-double part_s(const Way& way) { return way.seconds / static_cast<double>(way.num_parts); }
+// That of a sequence in so many parts, whose times grow.
+Way way_of(const Problem& problem, int64_t degree, int64_t num_parts, double growth,
+           double seconds) {
+  const double part_s = PartTimes(seconds, num_parts, growth).of(num_parts - 1);
+  return {static_cast<int32_t>(degree), static_cast<int32_t>(num_parts), seconds, part_s,
+          pass_s(problem, seconds, part_s)};
+}
 
 // Of all members; of ways that cost the same a narrow one serves.
 double work_of(const Way& way) {
@@ -85,7 +92,7 @@ std::vector<Way> best_of(std::vector<Way> ways) {
   std::vector<Way> best;
   for (const Way& way : ways) {
     const bool is_beaten = std::any_of(best.begin(), best.end(), [&](const Way& other) {
-      return other.pass_s <= way.pass_s && part_s(other) <= part_s(way);
+      return other.pass_s <= way.pass_s && other.part_s <= way.part_s;
     });
     if (!is_beaten) best.push_back(way);
   }
@@ -98,19 +105,31 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place, const std::vecto
   const CostModel& cost = problem.cost;
   const int64_t length = batch.length(place);
   const double compute = batch.compute_s(place);
-  const std::vector<int64_t> degrees = degrees_of(batch, place, whole_nodes);
+  std::vector<int64_t> degrees = degrees_of(batch, place, whole_nodes);
+  const auto links_on = [&](int64_t degree) {
+    return whole_nodes || degree <= cost.ranks_per_node ? likely_links(cost, degree)
+                                                        : links_between_nodes(cost, 1);
+  };
   std::vector<Way> ways;
+  if (problem.streams) {  // its parts are given
+    const double growth = growth_of_stream(problem, length);
+    const auto is_stream = [&](int64_t degree) {
+      const auto stream = stream_of(problem, length, degree);
+      if (!stream) return false;
+      const double seconds = stream_s(problem, length, degree, *stream, links_on(degree));
+      ways.push_back(way_of(problem, degree, stream->num_parts, growth, seconds));
+      return true;
+    };
+    degrees.erase(std::remove_if(degrees.begin(), degrees.end(), is_stream), degrees.end());
+    if (degrees.empty()) return best_of(std::move(ways));
+  }
   for (const int64_t number : numbers) {
     const double most_s = compute / static_cast<double>(degrees.front() * number);
     if (number > 1 && most_s < kLeastPart * batch.share_s) break;
     const std::vector<PartSize> sizes = part_sizes({static_cast<double>(length)}, number, problem.linear_tokens);
     for (const int64_t degree : degrees) {
-      const Links links = whole_nodes || degree <= cost.ranks_per_node
-                              ? likely_links(cost, degree)
-                              : links_between_nodes(cost, 1);
-      const double seconds = sequence_s(problem, length, degree, sizes, links);
-      ways.push_back({static_cast<int32_t>(degree), static_cast<int32_t>(number), seconds,
-                      pass_s(problem, seconds, number)});
+      const double seconds = sequence_s(problem, length, degree, sizes, links_on(degree));
+      ways.push_back(way_of(problem, degree, number, 0, seconds));
     }
   }
   return best_of(std::move(ways));
@@ -121,7 +140,9 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place, const std::vecto
 Menu::Menu(const Batch& batch, bool whole_nodes) : batch_(batch) {
   const std::vector<int64_t> numbers = numbers_of_parts(batch.problem.sequence_parts);
   for (std::size_t place = 0; place < batch.num_big; ++place) {
-    const double least_s = pass_s(batch.problem, batch.compute_s(place), numbers.back());
+    const double compute = batch.compute_s(place);
+    const double least_s =
+        pass_s(batch.problem, compute, compute / static_cast<double>(numbers.back()));
     const bool must_be = is_ring(batch.problem, batch.length(place), 1);
     if (!must_be && least_s < kShort * batch.share_s) break;
     const bool again = place > 0 && batch.length(place) == batch.length(place - 1);
@@ -139,7 +160,7 @@ std::vector<Way> Menu::choose(const Taste& taste, double makespan_s) const {
     for (const Way& way : ways_[place]) {
       if (fastest == nullptr || way.pass_s < fastest->pass_s) fastest = &way;
       if (way.pass_s > most_s) continue;
-      const double late_s = taste.ramp * std::max(0.0, part_s(way) - taste.part_s);
+      const double late_s = taste.ramp * std::max(0.0, way.part_s - taste.part_s);
       const double price = work_of(way) + static_cast<double>(way.degree) * late_s;
       if (best != nullptr && price >= least) continue;
       best = &way;
@@ -159,7 +180,7 @@ double Menu::work_s(const Taste& taste, const std::vector<Way>& chosen) const {
   for (std::size_t place = 0; place < chosen.size(); ++place) {
     work += static_cast<double>(chosen[place].degree) * chosen[place].seconds -
             batch_.compute_s(place);
-    longest_s = std::max(longest_s, part_s(chosen[place]));
+    longest_s = std::max(longest_s, chosen[place].part_s);
   }
   return work + batch_.total_speed * (taste.lost_s + taste.ramp * (longest_s - taste.part_s));
 }

@@ -13,6 +13,7 @@ struct Way {
   int32_t degree = 1;
   int32_t num_parts = 1;
   double seconds = 0;  // of a member, all stages and parts
+  double part_s = 0;   // the longest of them, all stages
   double pass_s = 0;   // P times what a pass of all stages takes, if no one else is in the way
 };
 

@@ -351,9 +351,8 @@ namespace {
 // Adds a plan in parts; whether no plan of whole micro-batches can be faster.
 bool add_in_parts(const Batch& batch, std::vector<Plan>& plans) {
   const Problem& problem = batch.problem;
-  if (!may_run_in_parts(problem) || problem.model_chunks > 1 || problem.expert_ranks > 1) {
-    return false;
-  }
+  const bool has_parts = may_run_in_parts(problem) || problem.streams;
+  if (!has_parts || problem.model_chunks > 1 || problem.expert_ranks > 1) return false;
   PipelineDraft draft = in_parts(batch);
   const auto stages = static_cast<double>(problem.pipeline_stages);
   plans.push_back(std::move(draft.plan));
@@ -371,23 +370,23 @@ void add_of_rings(const Problem& problem, std::vector<Plan>& plans) {
   if (static_degree(problem) > 0) plans.push_back(static_mesh(problem));
 }
 
-// Plans that begin with recomputed sequences on few ranks.
-void add_recomputed(const Problem& problem, bool must, std::vector<Plan>& plans) {
+// Plans that begin with sequences on few ranks, recomputed or as streams.
+void add_computed_twice(const Problem& problem, bool must, std::vector<Plan>& plans) {
   const Batch batch(problem, true);
   add_in_parts(batch, plans);
   plans.push_back(Nested(batch).run());
-  if (must) plans.push_back(Search(batch).run());  // it recomputes only what no ring holds
+  if (must) plans.push_back(Search(batch).run());  // it computes twice only what no ring holds
 }
 
 }  // namespace
 
 Plan pp_balance(const Problem& problem) {
   std::vector<Plan> plans;
-  const bool must = problem.recompute && !rings_hold_all(problem);
+  const bool must = may_compute_twice(problem) && !rings_hold_all(problem);
   Problem of_rings = problem;
-  of_rings.recompute = false;
+  of_rings.recompute = of_rings.streams = false;
   if (!must) add_of_rings(of_rings, plans);
-  if (problem.recompute) add_recomputed(problem, must, plans);
+  if (may_compute_twice(problem)) add_computed_twice(problem, must, plans);
   Plan* best = nullptr;
   double least_s = kInfinity;
   for (Plan& plan : plans) {
@@ -399,8 +398,8 @@ Plan pp_balance(const Problem& problem) {
   }
   if (best == nullptr) {
     throw std::invalid_argument(
-        "pp-balance: recomputed sequences leave no plan that pipelines can "
-        "run: raise tokens_per_rank");
+        "pp-balance: recomputed sequences, or streams, leave no plan that pipelines can run: raise "
+        "tokens_per_rank");
   }
   return std::move(*best);
 }

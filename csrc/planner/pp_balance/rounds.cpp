@@ -8,6 +8,7 @@
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/base/stream.hpp"
 #include "planner/schedule/ways.hpp"
 #include "planner/rings/rings.hpp"
 
@@ -76,14 +77,15 @@ Shared share(const Problem& problem, const LongSequence& sequence, int64_t degre
   return {sequence.id, sequence.place, degree, seconds};
 }
 
-// Rounds do without offload and recomputation, except for a sequence that does not fit otherwise:
-// on all ranks.
+// Rounds do without offload, recomputation and streams, except for a sequence that does not fit
+// otherwise: on all ranks.
 int64_t least_degree_in_rounds(const Problem& problem, SequenceId id) {
   const int64_t length = problem.lengths[index(id)];
   const int64_t least = least_degree(length, problem.tokens_per_rank, problem.slice_multiple);
   if (least > 0 && least <= problem.num_ranks) return least;
   if (offload_ratio(problem, length, problem.num_ranks)) return problem.num_ranks;
   if (recomputes(problem, length, problem.num_ranks)) return problem.num_ranks;
+  if (stream_of(problem, length, problem.num_ranks)) return problem.num_ranks;
   throw std::invalid_argument(
       "pp-balance: sequence " + std::to_string(id) + " of the batch has " + std::to_string(length) +
       " tokens, which fit on some numbers of the " + std::to_string(problem.num_ranks) +

@@ -68,11 +68,12 @@ class Grid {
         group.clear();
       }
     }
-    together.num_parts.assign(together.seconds.size(), 1);
+    std::vector<int32_t>& num_parts = together.passing.num_parts;
+    num_parts.assign(together.seconds.size(), 1);
     for (int64_t m = 0; m < plan_.num_micro_batches(); ++m) {
       const std::size_t group = group_of[cell(m, *plan_.ring(m).first)];
       together.of_micro_batch.push_back(group);
-      int32_t& parts = together.num_parts[group];
+      int32_t& parts = num_parts[group];
       parts = std::max(parts, static_cast<int32_t>(plan_.parts(m)));
     }
     return together;
@@ -181,10 +182,10 @@ Together run_together(const Problem& problem, const Plan& plan) {
     grid.load();
     return grid.all_together();
   }
-  Together together{problem.num_ranks, plan.rank_offsets, plan.ranks, {}, {}, {}, plan.recomputed};
+  Together together{
+      problem.num_ranks, plan.rank_offsets, plan.ranks, {}, passing_of(problem, plan), {}};
   sum_of_loads(problem, plan, [&](int64_t m, double seconds) {
     together.seconds.push_back(seconds);
-    together.num_parts.push_back(static_cast<int32_t>(plan.parts(m)));
     together.of_micro_batch.push_back(index(m));
   });
   return together;
@@ -192,7 +193,7 @@ Together run_together(const Problem& problem, const Plan& plan) {
 
 double Together::makespan_s(const Problem& problem) const {
   const std::vector<double> ends =
-      pipeline_ends(problem, offsets, ranks, seconds, num_ranks, num_parts, recomputed);
+      pipeline_ends(problem, offsets, ranks, seconds, num_ranks, passing);
   return *std::max_element(ends.begin(), ends.end());
 }
 

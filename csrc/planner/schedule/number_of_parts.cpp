@@ -36,7 +36,7 @@ void choose_parts(const Problem& problem, Plan& plan) {
       for (const Together& other : all) {
         if (other.seconds[i] > (1 + longer) * all.front().seconds[i]) continue;
         found.seconds[i] = other.seconds[i];
-        found.num_parts[i] = other.num_parts[i];
+        found.passing.num_parts[i] = other.passing.num_parts[i];
       }
     }
     const double found_s = found.makespan_s(problem);
@@ -44,8 +44,9 @@ void choose_parts(const Problem& problem, Plan& plan) {
     least_s = found_s;
     best = std::move(found);
   }
-  if (*std::max_element(best.num_parts.begin(), best.num_parts.end()) == 1) return;
-  for (const std::size_t i : best.of_micro_batch) plan.num_parts.push_back(best.num_parts[i]);
+  const std::vector<int32_t>& found = best.passing.num_parts;
+  if (*std::max_element(found.begin(), found.end()) == 1) return;
+  for (const std::size_t i : best.of_micro_batch) plan.num_parts.push_back(found[i]);
 }
 
 }  // namespace hdp

@@ -27,13 +27,13 @@ class Ticks {
  public:
   Ticks(const Problem& problem, const std::vector<int32_t>& rank_offsets,
         const std::vector<int32_t>& ranks, const std::vector<double>& seconds, int64_t num_ranks,
-        const std::vector<bool>& recomputed)
+        const Passing& passing)
       : order_(problem),
         num_ranks_(index(num_ranks)),
         weights_(weights_of_rows(problem)),
         clocks_(num_ranks_ * order_.stages(), 0.0) {
     line_up(rank_offsets, ranks);
-    fill_positions(rank_offsets, ranks, seconds, recomputed);
+    fill_positions(rank_offsets, ranks, seconds, passing);
   }
 
   std::vector<double> run() {
@@ -87,13 +87,13 @@ class Ticks {
   }
 
   void fill_positions(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks,
-                      const std::vector<double>& seconds, const std::vector<bool>& recomputed) {
+                      const std::vector<double>& seconds, const Passing& passing) {
     std::vector<std::size_t> done(num_ranks_, 0);
     for (std::size_t m = 0; m < seconds.size(); ++m) {
       const std::size_t first = index(rank_offsets[m]);
       const std::size_t last = index(rank_offsets[m + 1]);
       Position& position = positions_[done[index(ranks[first])]];
-      const PassTimes passes(seconds[m], m < recomputed.size() && recomputed[m]);
+      const PassTimes passes(seconds[m], passing.is_twice(m));
       for (std::size_t i = first; i < last; ++i) {
         const std::size_t line = line_of_rank_[index(ranks[i])];
         position.forward_s[line] = passes.forward_s;
@@ -155,20 +155,11 @@ int64_t group_size(const Problem& problem) {
 std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<bool>& recomputed) {
-  return Ticks(problem, rank_offsets, ranks, seconds, num_ranks, recomputed).run();
-}
-
-std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
-                                  const std::vector<int32_t>& ranks,
-                                  const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<int32_t>& num_parts,
-                                  const std::vector<bool>& recomputed) {
-  const bool is_whole = std::all_of(num_parts.begin(), num_parts.end(),
+                                  const Passing& passing) {
+  const bool is_whole = std::all_of(passing.num_parts.begin(), passing.num_parts.end(),
                                     [](int32_t parts) { return parts == 1; });
-  return is_whole ? pipeline_ends(problem, rank_offsets, ranks, seconds, num_ranks, recomputed)
-                  : streamed_ends(problem, rank_offsets, ranks, seconds, num_ranks, num_parts,
-                                  recomputed);
+  return is_whole ? Ticks(problem, rank_offsets, ranks, seconds, num_ranks, passing).run()
+                  : streamed_ends(problem, rank_offsets, ranks, seconds, num_ranks, passing);
 }
 
 }  // namespace hdp

@@ -168,7 +168,7 @@ PipelineRun run_pipeline(const Problem& problem, const Plan& plan) {
   std::vector<double> seconds;
   run.schedule = sum_of_loads(problem, plan, [&](int64_t, double s) { seconds.push_back(s); });
   run.ends = pipeline_ends(problem, plan.rank_offsets, plan.ranks, seconds, problem.num_ranks,
-                           plan.num_parts, plan.recomputed);
+                           passing_of(problem, plan));
   run.schedule.makespan_s = *std::max_element(run.ends.begin(), run.ends.end());
   return run;
 }

@@ -76,34 +76,57 @@ int64_t first_misplaced(const Problem& problem, const Plan& plan);
 // to a multiple of it.
 int64_t group_size(const Problem& problem);
 
+// How micro-batches pass through stages, beside their times.
+struct Passing {
+  std::vector<int32_t> num_parts;  // empty: all run whole
+  std::vector<bool> twice;         // computed again in backward; up to the last one that is
+  std::vector<double> growth;      // of the times of its parts; up to the last stream
+
+  bool is_twice(std::size_t m) const { return m < twice.size() && twice[m]; }
+  double growth_of(std::size_t m) const { return m < growth.size() ? growth[m] : 0; }
+};
+
+Passing passing_of(const Problem& problem, const Plan& plan);
+
+// The times of the parts of what takes pass_s. All the same, unless they grow.
+class PartTimes {
+ public:
+  PartTimes(double pass_s, int64_t num_parts, double growth) {
+    const auto parts = static_cast<double>(num_parts);
+    more_s_ = 2 * growth * pass_s / (parts * parts);
+    first_s_ = (1 - growth) * pass_s / parts + more_s_ / 2;
+  }
+
+  // From 0 on.
+  double of(int64_t number) const { return first_s_ + more_s_ * static_cast<double>(number); }
+
+ private:
+  double first_s_;
+  double more_s_;
+};
+
+// Parts of a stream have equal tokens: what part of its time goes with the square of the tokens.
+double growth_of_stream(const Problem& problem, int64_t length);
+
 // When each rank ends, if micro-batch m, on ranks [offsets[m], offsets[m + 1]), takes seconds[m]
-// over all stages, a third of it forward, or a quarter if it is recomputed. Every micro-batch must
-// stand at one position. The ranks may be fewer or others than the problem's, of which only stages,
-// chunks and weights count.
+// over all stages, a third of it forward, or a quarter if it is computed twice. Every micro-batch
+// must stand at one position. The ranks may be fewer or others than the problem's, of which only
+// stages, chunks and weights count.
 std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<bool>& recomputed = {});
+                                  const Passing& passing = {});
 
-// The same of micro-batches that run in so many parts each; if none is given, all run whole.
-std::vector<double> pipeline_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
-                                  const std::vector<int32_t>& ranks,
-                                  const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<int32_t>& num_parts,
-                                  const std::vector<bool>& recomputed);
-
-// That of parts: of equal time, they pass from stage to stage, forward in order, backward in
-// reverse.
+// That of parts: they pass from stage to stage, forward in order, backward in reverse.
 std::vector<double> streamed_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<int32_t>& num_parts,
-                                  const std::vector<bool>& recomputed);
+                                  const Passing& passing);
 
 // The two passes of a micro-batch that takes so long.
 struct PassTimes {
-  PassTimes(double seconds, bool recomputed)
-      : forward_s(seconds / (recomputed ? 4 : 3)), backward_s((recomputed ? 3 : 2) * forward_s) {}
+  PassTimes(double seconds, bool twice)
+      : forward_s(seconds / (twice ? 4 : 3)), backward_s((twice ? 3 : 2) * forward_s) {}
 
   double forward_s;
   double backward_s;
@@ -119,9 +142,8 @@ struct Together {
   std::vector<int32_t> offsets{0};
   std::vector<int32_t> ranks;
   std::vector<double> seconds;              // of the slowest
-  std::vector<int32_t> num_parts;           // the most of any
+  Passing passing;                          // in the most parts of any
   std::vector<std::size_t> of_micro_batch;  // index into these, of each of the plan's
-  std::vector<bool> recomputed;             // as in Plan; empty where ranks share experts
 
   double makespan_s(const Problem& problem) const;  // of pipelines
 };

@@ -14,15 +14,14 @@ class Streams {
  public:
   Streams(const Problem& problem, const std::vector<int32_t>& rank_offsets,
           const std::vector<int32_t>& ranks, const std::vector<double>& seconds, int64_t num_ranks,
-          const std::vector<int32_t>& num_parts, const std::vector<bool>& recomputed)
+          const Passing& passing)
       : order_(problem),
         num_ranks_(index(num_ranks)),
         weights_(weights_of_rows(problem)),
         rank_offsets_(rank_offsets),
         ranks_(ranks),
         seconds_(seconds),
-        num_parts_(num_parts),
-        recomputed_(recomputed),
+        passing_(passing),
         clocks_(order_.stages() * num_ranks_, 0.0) {
     std::vector<std::size_t> counts(num_ranks_, 0);
     for (std::size_t m = 0; m < seconds.size(); ++m) add(m, counts);
@@ -31,7 +30,7 @@ class Streams {
         ranks_.push_back(static_cast<int32_t>(rank));
         rank_offsets_.push_back(static_cast<int32_t>(ranks_.size()));
         seconds_.push_back(0);
-        num_parts_.push_back(1);
+        passing_.num_parts.push_back(1);
         add(seconds_.size() - 1, counts);
       }
     }
@@ -53,7 +52,7 @@ class Streams {
   // A micro-batch behind those that its ranks have.
   void add(std::size_t m, std::vector<std::size_t>& counts) {
     first_part_.push_back(ends_.size());
-    ends_.resize(ends_.size() + index(num_parts_[m]), 0.0);
+    ends_.resize(ends_.size() + index(passing_.num_parts[m]), 0.0);
     const std::size_t position = counts[index(ranks_[index(rank_offsets_[m])])];
     for (int32_t i = rank_offsets_[m]; i < rank_offsets_[m + 1]; ++i) {
       ++counts[index(ranks_[index(i)])];
@@ -64,29 +63,31 @@ class Streams {
 
   void forward(std::size_t m, std::size_t stage, std::size_t row) {
     double clock = start_of(m, stage);
-    const double part_s =
-        passes_of(m).forward_s * weights_[row] / static_cast<double>(num_parts_[m]);
-    const auto first = at(ends_, first_part_[m]);
-    for (auto end = first; end != first + num_parts_[m]; ++end) {
-      *end = clock = std::max(clock, *end) + part_s;
+    const int64_t num_parts = passing_.num_parts[m];
+    const PartTimes part_s(passes_of(m).forward_s * weights_[row], num_parts, passing_.growth_of(m));
+    const auto end = at(ends_, first_part_[m]);
+    for (int64_t number = 0; number < num_parts; ++number) {
+      clock = std::max(clock, end[number]) + part_s.of(number);
+      end[number] = clock;
     }
     leave(m, stage, clock);
   }
 
   void backward(std::size_t m, std::size_t stage, std::size_t row) {
     double clock = start_of(m, stage);
-    const double part_s =
-        passes_of(m).backward_s * weights_[row] / static_cast<double>(num_parts_[m]);
+    const int64_t num_parts = passing_.num_parts[m];
+    const PartTimes part_s(passes_of(m).backward_s * weights_[row], num_parts, passing_.growth_of(m));
     const bool is_fed = row + 1 < order_.rows();  // else its forward, which has ended
-    const auto first = at(ends_, first_part_[m]);
-    for (auto end = first + num_parts_[m]; end-- != first;) {
-      *end = clock = (is_fed ? std::max(clock, *end) : clock) + part_s;
+    const auto end = at(ends_, first_part_[m]);
+    for (int64_t number = num_parts; number-- > 0;) {
+      clock = (is_fed ? std::max(clock, end[number]) : clock) + part_s.of(number);
+      end[number] = clock;
     }
     leave(m, stage, clock);
   }
 
   PassTimes passes_of(std::size_t m) const {
-    return {seconds_[m], m < recomputed_.size() && recomputed_[m]};
+    return {seconds_[m], passing_.is_twice(m)};
   }
 
   double start_of(std::size_t m, std::size_t stage) const {
@@ -109,8 +110,7 @@ class Streams {
   std::vector<int32_t> rank_offsets_;
   std::vector<int32_t> ranks_;
   std::vector<double> seconds_;
-  std::vector<int32_t> num_parts_;
-  std::vector<bool> recomputed_;
+  Passing passing_;
   std::vector<double> clocks_;                       // by stage, then rank
   std::vector<std::vector<std::size_t>> positions_;  // their micro-batches
   std::vector<std::size_t> first_part_;              // of each micro-batch, in `ends_`
@@ -122,9 +122,31 @@ class Streams {
 std::vector<double> streamed_ends(const Problem& problem, const std::vector<int32_t>& rank_offsets,
                                   const std::vector<int32_t>& ranks,
                                   const std::vector<double>& seconds, int64_t num_ranks,
-                                  const std::vector<int32_t>& num_parts,
-                                  const std::vector<bool>& recomputed) {
-  return Streams(problem, rank_offsets, ranks, seconds, num_ranks, num_parts, recomputed).run();
+                                  const Passing& passing) {
+  return Streams(problem, rank_offsets, ranks, seconds, num_ranks, passing).run();
+}
+
+double growth_of_stream(const Problem& problem, int64_t length) {
+  const auto tokens = static_cast<double>(length);
+  return tokens / (tokens + problem.linear_tokens);
+}
+
+Passing passing_of(const Problem& problem, const Plan& plan) {
+  Passing passing{plan.num_parts, plan.recomputed, {}};
+  if (plan.stream_parts.empty()) return passing;
+  const std::size_t num = index(plan.num_micro_batches());
+  passing.num_parts.clear();
+  passing.twice.resize(num, false);
+  passing.growth.assign(num, 0.0);
+  for (std::size_t m = 0; m < num; ++m) {
+    const auto number = static_cast<int64_t>(m);
+    passing.num_parts.push_back(static_cast<int32_t>(plan.parts(number)));
+    if (plan.parts_of_stream(number) == 0) continue;
+    passing.twice[m] = true;
+    const SequenceId id = *plan.sharded(number).begin();
+    passing.growth[m] = growth_of_stream(problem, problem.lengths[index(id)]);
+  }
+  return passing;
 }
 
 }  // namespace hdp

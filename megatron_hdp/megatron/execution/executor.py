@@ -253,19 +253,23 @@ class HdpExecutor:
         Others may be in a ring with this rank already: their devices wait for its part, not its for
         theirs.
         """
-        loads = [(len(one.tokens), one.offload_ratio) for one in micro_batches if not one.is_stream]
+        loads = [
+            (len(one.tokens), 0.0 if one.is_stream else one.offload_ratio) for one in micro_batches
+        ]
         # between forward and backward: with several chunks a group may be in its last one and the
         # next group in its first
         stages = self.place.num_stages
         most_alive = stages - self.place.stage if len(self.chunks) == 1 else 2 * stages
         with self.timeline.noted(HOST_MEMORY):
-            self.offload.reserve(loads, most_alive)
-            for one in micro_batches:  # one at a time is between forward and backward
-                if one.is_stream and one.offload_ratio > 0:
-                    self._reserve_for_stream(one)
+            self.offload.reserve(loads, most_alive, [*map(self._kept_on_host, micro_batches)])
 
-    def _reserve_for_stream(self, micro_batch: RankMicroBatch) -> None:
-        """Room for keys, values and the sums of their gradients, of all layers and parts."""
+    def _kept_on_host(self, micro_batch: RankMicroBatch) -> tuple[int, int]:
+        """Of a stream: bytes of keys, values and sums of their gradients, and the largest piece's.
+
+        Of all layers and of all parts that keep them on the host.
+        """
+        if not micro_batch.is_stream or not micro_batch.offload_ratio:
+            return 0, 0
         sizes = [len(part.tokens) for part in micro_batch.in_parts()]
         sizes = sizes[num_on_device(micro_batch) :]
         windows = [
@@ -282,7 +286,7 @@ class HdpExecutor:
         kind = self._config.params_dtype
         of_sum = self._stream_sums(torch.empty(0, dtype=kind)).itemsize
         of_value = kind.itemsize + of_sum
-        self.offload.pool.reserve(values * of_value * held, values * of_sum * largest)
+        return values * of_value * held, values * of_sum * largest
 
     def _kept_values(self) -> int:
         """Values of a token that one layer of a stream keeps on this rank."""

@@ -219,8 +219,8 @@ def _check_recompute(args: TrainingArguments) -> None:
         )
 
 
-_ON_ONE_STAGE = (AUTO, "dp-balance", "static")
-"""Strategies that plan streams."""
+_STREAMING = {False: (AUTO, "dp-balance", "static"), True: (AUTO, "pp-balance", "static")}
+"""Strategies that plan streams, without stages and with."""
 
 
 def _check_streams(args: TrainingArguments) -> None:
@@ -231,11 +231,8 @@ def _check_streams(args: TrainingArguments) -> None:
                 f"--hdp-stream-sums {args.hdp_stream_sums}", "--hdp-long-sequence stream"
             )
         return
+    expected = _STREAMING[args.pipeline_model_parallel_size > 1]
     refused = {
-        "--pipeline-model-parallel-size": (
-            args.pipeline_model_parallel_size > 1,
-            "plans of stages have no streams: set it to 1, or leave streams out",
-        ),
         "--expert-model-parallel-size": (
             expert_domain_size(args) > 1,
             "HDP ranks that share experts would all compute a slot twice where one of them "
@@ -243,8 +240,8 @@ def _check_streams(args: TrainingArguments) -> None:
             "--tensor-model-parallel-size, or leave streams out",
         ),
         f"--hdp-strategy {args.hdp_strategy}": (
-            args.hdp_strategy not in _ON_ONE_STAGE,
-            f"it plans no streams: expected one of {', '.join(_ON_ONE_STAGE)}",
+            args.hdp_strategy not in expected,
+            f"it plans no streams: expected one of {', '.join(expected)}",
         ),
     }
     for name, (is_found, why) in refused.items():

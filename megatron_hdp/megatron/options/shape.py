@@ -252,7 +252,8 @@ def cost_model_of_job(
             activation_bytes_per_token=kept,
         )
         found = replace(found, num_layers=planned_layers(arguments))
-    if arguments.hdp_recompute == "auto" and not found.input_share:
+    keeps_inputs = arguments.hdp_recompute == "auto" or (arguments.streams and job.stages > 1)
+    if keeps_inputs and not found.input_share:
         found = replace(found, input_share=input_share(job, found.num_layers))
     found = replace(found, sum_ratio=job.stream_sum_ratio)
     found = following(found, nccl, job.hdp_ranks, job.tensor_ranks)

@@ -64,14 +64,17 @@ class ActivationOffload:
             copies=self.copies,
         )
 
-    def reserve(self, loads: Sequence[tuple[int, float]], most_alive: int = 1) -> None:
+    def reserve(
+        self,
+        loads: Sequence[tuple[int, float]],
+        most_alive: int = 1,
+        streams: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Gets the host memory of a step before its first forward, where asking for it is harmless.
 
-        Args:
-            loads: tokens and offload ratio of each micro-batch, in order.
-            most_alive: micro-batches that may be between forward and backward at a time.
+        The arguments are those of `HostNeed.of`.
         """
-        self.pool.reserve(*self.need.of(loads, most_alive))
+        self.pool.reserve(*self.need.of(loads, most_alive, streams))
 
     @contextmanager
     def micro_batch(self, ratio: float, num_tokens: int = 0) -> Iterator[MicroBatchStash | None]:

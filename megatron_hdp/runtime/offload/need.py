@@ -42,19 +42,31 @@ class HostNeed:
         self._layer_bytes = max(self._layer_bytes, layer_bytes)
         self._storage_bytes = max(self._storage_bytes, storage_bytes)
 
-    def of(self, loads: Sequence[tuple[int, float]], most_alive: int) -> tuple[int, int]:
+    def of(
+        self,
+        loads: Sequence[tuple[int, float]],
+        most_alive: int,
+        streams: Sequence[tuple[int, int]] = (),
+    ) -> tuple[int, int]:
         """Bytes at the fullest moment, a margin included, and the largest piece's.
 
         Args:
             loads: tokens and offload ratio of each micro-batch, in order.
             most_alive: micro-batches that may be between forward and backward at a time; they
                 follow each other.
+            streams: of each micro-batch the bytes, and those of the largest piece, that it keeps on
+                the host as a stream; empty: none is one.
         """
-        wanted = [self._of_one(tokens, ratio) for tokens, ratio in loads]
+        of_streams = streams or [(0, 0)] * len(loads)
+        wanted = [
+            self._of_one(tokens, ratio) + kept
+            for (tokens, ratio), (kept, _) in zip(loads, of_streams, strict=True)
+        ]
         moments = range(max(1, len(wanted) - most_alive + 1))
         fullest = max(sum(wanted[one : one + most_alive]) for one in moments)
         most_tokens = max((tokens for tokens, ratio in loads if ratio), default=0)
-        return int(fullest * (1 + _MARGIN)), int(self._storage_bytes * most_tokens)
+        largest = max((piece for _, piece in of_streams), default=0)
+        return int(fullest * (1 + _MARGIN)), max(int(self._storage_bytes * most_tokens), largest)
 
     def _of_one(self, tokens: int, ratio: float) -> float:
         """At most one storage more than the ratio's share leaves, of each part."""

@@ -95,7 +95,7 @@ def lanes_of(execution: StepExecution, stage: int) -> Lanes:
         )
         if execution.part_starts_s is not None:
             row = chunk * pipeline.stages + stage
-            one = in_parts(one, execution.part_starts_s[backward][row], plan.parts_of_each)
+            one = in_parts(one, execution.part_starts_s[backward][row], plan)
         bars.append(one)
     return joined_bars(bars)
 

@@ -91,7 +91,7 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
             for more, found in (
                 ("--num-experts 4 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
                 ("--hdp-strategy naive", "--hdp-strategy naive"),
-                (f"{PP} --num-layers 8", "--pipeline-model-parallel-size"),
+                (f"{PP} --num-layers 8 --hdp-strategy dp-balance", "--hdp-strategy dp-balance"),
             )
         ),
         *(

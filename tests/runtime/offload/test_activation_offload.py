@@ -376,6 +376,15 @@ def test_by_hand(stack, loads, most_alive, expected):
     assert need.of(loads, most_alive) == expected
 
 
+def test_streams_and_what_offloads_are_alive_together():
+    need = HostNeed(4)
+    need.expect(SAVED, 10)
+    loads, streams = [(40, 0.5), (90, 0.0), (8, 1.0)], [(0, 0), (1600, 1300), (0, 0)]
+    assert need.of(loads, 1, streams) == (5850, 1300)
+    assert need.of(loads, 2, streams) == (5850 + 1800, 1300)
+    assert need.of(loads, 3, streams) == (5850 + 1800 + 2070, 1300)
+
+
 def stack_that_knows():
     stack = Stack(torch.device("cpu"))
     saved = saved_bytes(stack.layers, stack.layers.parameters(), lambda: stack.forward(0, tokens=8))
