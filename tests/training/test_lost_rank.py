@@ -205,6 +205,32 @@ def test_a_rank_dies_with_its_shard(run_ranks, tmp_path, how, moment):
     require_same_steps(job, reference(run_ranks, tmp_path))
 
 
+EVALUATED = {"eval_iters": 2, "eval_interval": 1, "split": "4,4,0"}
+BETWEEN_BATCHES = DiesIn("_require_finite_loss", 5, module="megatron_hdp.training.loop")
+"""Of the evaluation behind step 2: that looks at the losses of each step, too."""
+
+
+def requires_training_mode(member):
+    """A step that is run with what an evaluation has left fails."""
+    original = survival.gradients_of_step
+
+    def called(job, *args):
+        assert all(module.training for chunk in job.chunks for module in chunk.modules())
+        return original(job, *args)
+
+    survival.gradients_of_step = called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, SHARDED])
+def test_a_rank_dies_in_evaluation(run_ranks, tmp_path, how):
+    arguments = surviving(tmp_path, **EVALUATED, **how)
+    faults = {0: requires_training_mode, 1: BETWEEN_BATCHES, 2: requires_training_mode}
+    job = SurvivingJob(arguments, 3, tmp_path, faults)
+    require_survived(job, job.run())
+    require_same_steps(job, reference(run_ranks, tmp_path, **EVALUATED))
+
+
 TP2 = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
 PP2 = {"pipeline_model_parallel_size": 2, "hdp_tokens_per_rank": 128}
 BIASED = EXPERTS | {
