@@ -158,6 +158,8 @@ class _Run:
             parallel.enter_job(self._arguments, place)
         else:
             self._executor = self._world.enter(place)
+            # the learning rate of the step that was gone back to
+            self._model.scheduler.step(increment=0)
 
     def _build(self) -> None:
         arguments = self._arguments
@@ -246,6 +248,7 @@ class _Run:
             self._progress = job.load()
             self._order = job.state.order
             self._shards.enter(epoch, model, self._progress.iteration)
+            self._shards.settle()
             if parallel.is_first_rank():
                 self._membership.offer(self._terms(training))
         else:
@@ -421,9 +424,7 @@ class _Run:
             self._is_written = True
         self._progress, self._latest, self._before = kept.progress, kept.done, kept.before
         self._counts = kept.before.counts()
-        scheduler = self._model.scheduler
-        scheduler.num_steps = kept.scheduler_steps
-        scheduler.step(increment=0)
+        self._model.scheduler.num_steps = kept.scheduler_steps  # without an optimizer by now
 
     def _drop_steps(self) -> None:
         """Ends what prepares steps, and lets go of all that is bound to the epoch's groups."""

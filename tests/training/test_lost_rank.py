@@ -267,17 +267,20 @@ WHOLE = {"hdp_tokens_per_rank": 128}
 
 
 IN_STEP = DiesIn("gradients_of_step", 3)
+IN_GROUPS = DiesIn("enter_job", 2, module="megatron_hdp.megatron.parallel")
 SEVERAL = {
-    "two at once": {1: IN_STEP, 2: IN_STEP},
-    "another one during recovery": {1: IN_STEP, 2: DiesIn("hdp_steps", 2)},
-    "the first rank during recovery": {1: IN_STEP, 0: DiesIn("hdp_steps", 2)},
+    "two at once": ({}, {1: IN_STEP, 2: IN_STEP}),
+    "another one during recovery": ({}, {1: IN_STEP, 2: DiesIn("hdp_steps", 2)}),
+    "the first rank during recovery": ({}, {1: IN_STEP, 0: DiesIn("hdp_steps", 2)}),
+    "another one before its groups": (SHARDED, {2: IN_STEP, 0: IN_GROUPS}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SEVERAL)
 def test_several_die(run_ranks, tmp_path, how):
-    job = SurvivingJob(surviving(tmp_path), 4, tmp_path, SEVERAL[how])
+    changes, faults = SEVERAL[how]
+    job = SurvivingJob(surviving(tmp_path, **changes), 4, tmp_path, faults)
     require_survived(job, job.run())
     assert len(job.coordinator.epoch.members) == 2
     require_same_steps(job, reference(run_ranks, tmp_path))
