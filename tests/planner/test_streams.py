@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_hdp.planner import CostModel, evaluate, plan, tight_bound_s
 from megatron_hdp.planner.evaluation import figures
+from megatron_hdp.planner.parts import time_shares
+from megatron_hdp.planner.pipeline import Pipeline
+from megatron_hdp.planner.pipeline_evaluation import pipeline_schedule
 from tests.planner.problems import repeatable
 
 slowly = repeatable(60)
@@ -161,6 +164,46 @@ def test_a_stream_computes_its_forward_twice():
         there = [max(0, n - on_device) * size for n in range(parts)]
         exposed = sum(2 * max(0, n - size) + max(0, of_sums * n - 2 * size) for n in there) * 1e-6
         assert made.summary["makespan_s"] == pytest.approx(400 * 4e-6 + exposed)
+
+
+def test_parts_of_a_stream_pass_two_stages_as_by_hand():
+    """Of 2 tokens each, they take 2^2 + 4 x 2 and 4^2 - 2^2 + 4 x 2; a quarter is forward."""
+    whole = plan([4], ranks=1, tokens_per_rank=4)
+    made = replace(whole, num_parts=[2], streams=[True], linear_tokens=4.0)
+    assert time_shares(made).tolist() == [3 / 8, 5 / 8]
+    found = pipeline_schedule(made, np.array([32.0]), Pipeline(2))
+    forward, backward = found.part_starts_s
+    assert forward.tolist() == [[0.0, 1.5], [1.5, 4.0]]
+    assert backward.tolist() == [[21.5, 14.0], [14.0, 6.5]]
+    assert found.makespan_s == 26.0
+
+
+def test_stages_keep_what_parts_came_with():
+    """An eightieth of a token's activations on each of its stages, by which lengths end."""
+    cost = CostModel(
+        *(0.0, 3e-6, 0.0), activation_bytes_per_token=1.0, num_layers=8, input_share=0.1
+    )
+    how = {"ranks": 1, "tokens_per_rank": 100, "cost_model": cost, "pipeline_stages": 4}
+    made = plan([4000], **how, streams=True)
+    assert made.num_parts.tolist() == [80]  # 50 tokens of the capacity are left for one
+    # parts of equal time: 4/3 of the compute on a stage, and three parts more
+    step_s = 4000 * 4e-6 / 4 * (1 + 3 / 80)
+    assert made.summary["makespan_s"] == pytest.approx(step_s, rel=1e-4)
+    chunks = plan([2000], **how, streams=True, virtual_stages=2)  # which keep twice as much
+    assert chunks.num_parts.tolist() == [64]  # 16 for each stage, more than the 40 that it needs
+    with pytest.raises(ValueError, match="needs 40 ranks"):
+        plan([4000], **how, streams=True, virtual_stages=2)
+
+
+@pytest.mark.parametrize("offload", ["off", "auto"])
+def test_streams_keep_stages_busy(offload):
+    """Of four stages that take 4/3 of the compute no more than 3/4 can be used."""
+    cost = replace(CostModel.from_model_shape(**LLAMA_8B), num_layers=8, input_share=0.06)
+    how = {"ranks": 8, "tokens_per_rank": 16_384, "cost_model": cost, "offload": offload}
+    how |= {"pipeline_stages": 4, "slice_multiple": 8}
+    made = plan([1_000_000, *[5000] * 400], **how, streams=True)
+    assert made.num_parts[made.is_stream].min() >= 32
+    assert made.summary["efficiency"] > 0.7
 
 
 def test_a_sequence_of_many_capacities_streams_on_all_ranks():

@@ -109,6 +109,26 @@ def test_a_sequence_of_sixteen_capacities_streams(run_ranks, prefix, float64_cur
     assert largest_difference(curves, float64_curve) <= 1e-10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_a_sequence_of_four_capacities_streams_through_stages(
+    run_ranks, prefix, float64_curve, chunks
+):
+    more = {"num_layers": 2 * (chunks or 1)}
+    alone = arguments(prefix, hdp_strategy="naive", hdp_tokens_per_rank=200, **more)
+    streamed = arguments(
+        prefix,
+        hdp_tokens_per_rank=-(-LONGEST // 4),
+        pipeline_model_parallel_size=2,
+        num_virtual_stages_per_pipeline_rank=chunks,
+        **STREAM,
+        **more,
+    )
+    expected = float64_curve if chunks is None else run_ranks(1, losses, [alone])[0][0]
+    curves = run_ranks(2, losses, [streamed], timeout_s=570)[0]
+    assert largest_difference(curves, expected) <= 1e-10
+
+
 STREAM = {"hdp_long_sequence": "stream", "hdp_offload": "auto"}
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},

@@ -21,6 +21,23 @@ struct PartSize {
 std::vector<PartSize> part_sizes(const std::vector<double>& lengths, int64_t num_parts,
                                  double linear_tokens);
 
+// The times of the parts of what takes pass_s. All the same, unless they grow.
+class PartTimes {
+ public:
+  PartTimes(double pass_s, int64_t num_parts, double growth) {
+    const auto parts = static_cast<double>(num_parts);
+    more_s_ = 2 * growth * pass_s / (parts * parts);
+    first_s_ = (1 - growth) * pass_s / parts + more_s_ / 2;
+  }
+
+  // From 0 on.
+  double of(int64_t number) const { return first_s_ + more_s_ * static_cast<double>(number); }
+
+ private:
+  double first_s_;
+  double more_s_;
+};
+
 // Tokens of which keys and values would take as many bytes as go around a ring for a part: its
 // queries, if that is less than its keys and those of earlier parts.
 double traffic_tokens(const PartSize& size, double query_ratio);

@@ -81,59 +81,139 @@ void for_each_part(const CostModel& cost, int64_t length, const Stream& stream,
   }
 }
 
-}  // namespace
+// A sequence on so many ranks, in as few parts as fit.
+class InParts {
+ public:
+  InParts(const Problem& problem, int64_t length, int64_t degree)
+      : problem_(problem),
+        kept_(problem),
+        on_a_rank_((degree == 1 ? 1 : 2) * problem.slice_multiple),
+        units_(ceil_div(length, degree * on_a_rank_)),
+        held_(static_cast<double>(units_ * on_a_rank_)),
+        capacity_(static_cast<double>(problem.tokens_per_rank) - kept_.inputs * held_),
+        // keys of earlier parts lie in a ring's buffers as long as they, not queries, travel
+        buffered_(degree == 1 ? 0 : kept_.in_buffers) {}
 
-std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree) {
-  if (!problem.streams || offload_ratio(problem, length, degree)) return std::nullopt;
-  if (problem.pipeline_stages > 1 && problem.cost.input_share == 0) return std::nullopt;
-  if (recomputes(problem, length, degree)) return std::nullopt;  // in fewer launches
-  const int64_t on_a_rank = (degree == 1 ? 1 : 2) * problem.slice_multiple;
-  const int64_t units = ceil_div(length, degree * on_a_rank);
-  const Kept kept(problem);
-  const double held = static_cast<double>(units * on_a_rank);
-  const double capacity = static_cast<double>(problem.tokens_per_rank) - kept.inputs * held;
-  // in the fewest parts, each with `beside` of the capacity, that fit into `tokens`
-  const auto in_parts = [&](double tokens, double beside) -> std::optional<Stream> {
-    for (int64_t num_parts = 1;;) {
+  // In at least `fewest` parts, with all that is kept on the device.
+  std::optional<Stream> on_device(int64_t fewest) const {
+    const double ratio = problem_.cost.query_ratio;
+    const double of_parts = ratio > 0 ? 1 + buffered_ * std::max(0.0, ratio - 1) : 1;
+    const double of_all = kept_.per_token + kept_.found + (ratio > 0 ? 0 : buffered_);
+    return found((capacity_ - of_all * held_) / of_parts, kept_.per_part / of_parts, fewest);
+  }
+
+  // In as many, or in twice as many of which the first ones keep on the device what it has room for.
+  std::optional<Stream> on_host(int64_t fewest) const {
+    if (!problem_.offload) return std::nullopt;
+    std::optional<Stream> host = found(capacity_, 0, fewest);
+    if (!host) return std::nullopt;
+    const int64_t num_parts = std::min({2 * host->num_parts, units_, kMostParts});
+    const int64_t tokens = ceil_div(units_, num_parts) * on_a_rank_;
+    const double of_a_part = kept_.per_token * static_cast<double>(tokens) + kept_.per_part;
+    const double room = capacity_ - static_cast<double>(tokens);
+    const auto on_device = static_cast<int64_t>(
+        std::min(room / std::max(of_a_part, 1e-300), static_cast<double>(num_parts - 1)));
+    if (on_device > 0) {
+      host = Stream{num_parts, num_parts - on_device, tokens};
+    } else {
+      host->host_parts = host->num_parts;
+    }
+    if (host_bytes(problem_.cost, *host, held_) > problem_.host_memory_bytes) return std::nullopt;
+    return host;
+  }
+
+  // As `stream_of` says of one stage.
+  std::optional<Stream> in_fewest() const {
+    const std::optional<Stream> device = on_device(1);
+    const std::optional<Stream> host = on_host(1);
+    if (!host || (device && device->num_parts <= host->num_parts)) return device;
+    return host;
+  }
+
+ private:
+  // In at least `fewest` parts, each with `beside` of the capacity, that fit into `tokens`.
+  std::optional<Stream> found(double tokens, double beside, int64_t fewest) const {
+    for (int64_t num_parts = std::min(fewest, units_);;) {
       const double room = tokens - beside * static_cast<double>(num_parts);
-      const auto most = static_cast<int64_t>(room / static_cast<double>(on_a_rank));
+      const auto most = static_cast<int64_t>(room / static_cast<double>(on_a_rank_));
       if (!(room > 0) || most == 0) return std::nullopt;
-      const int64_t needed = ceil_div(units, most);
+      const int64_t needed = ceil_div(units_, most);
       if (needed > kMostParts) return std::nullopt;
       if (needed <= num_parts) {
         if (num_parts < 2) return std::nullopt;
-        return Stream{num_parts, 0, ceil_div(units, num_parts) * on_a_rank};
+        return Stream{num_parts, 0, ceil_div(units_, num_parts) * on_a_rank_};
       }
       num_parts = needed;
     }
-  };
-  const double ratio = problem.cost.query_ratio;
-  // keys of earlier parts lie in a ring's buffers as long as they, not queries, travel
-  const double buffered = degree == 1 ? 0 : kept.in_buffers;
-  const double of_parts = ratio > 0 ? 1 + buffered * std::max(0.0, ratio - 1) : 1;
-  const double of_all = kept.per_token + kept.found + (ratio > 0 ? 0 : buffered);
-  const std::optional<Stream> device =
-      in_parts((capacity - of_all * held) / of_parts, kept.per_part / of_parts);
-  if (!problem.offload) return device;
-  std::optional<Stream> host = in_parts(capacity, 0);
-  if (!host || (device && device->num_parts <= 2 * host->num_parts)) return device;
-  const int64_t num_parts = std::min({2 * host->num_parts, units, kMostParts});
-  const int64_t tokens = ceil_div(units, num_parts) * on_a_rank;
-  const double of_a_part = kept.per_token * static_cast<double>(tokens) + kept.per_part;
-  const double room = capacity - static_cast<double>(tokens);
-  const auto on_device = static_cast<int64_t>(
-      std::min(room / std::max(of_a_part, 1e-300), static_cast<double>(num_parts - 1)));
-  if (on_device > 0) {
-    host = Stream{num_parts, num_parts - on_device, tokens};
-  } else {
-    host->host_parts = host->num_parts;
   }
-  return host_bytes(problem.cost, *host, held) <= problem.host_memory_bytes ? host : device;
+
+  const Problem& problem_;
+  Kept kept_;
+  int64_t on_a_rank_;
+  int64_t units_;
+  double held_;
+  double capacity_;
+  double buffered_;
+};
+
+// With stages, in up to so many parts for each of them: a shorter part is sooner at the next stage.
+constexpr int64_t kPartsOfAStage = 16;
+
+// What a stream takes on all stages and, before and behind that, its longest part on the others.
+double pass_s(const Problem& problem, int64_t length, int64_t degree, const Stream& stream) {
+  const double seconds =
+      stream_s(problem, length, degree, stream, likely_links(problem.cost, degree));
+  return seconds + static_cast<double>(problem.pipeline_stages - 1) *
+                       longest_part_s(problem, length, stream, seconds);
+}
+
+// Whether there may be a stream of the sequence on so many ranks.
+bool is_wanted(const Problem& problem, int64_t length, int64_t degree) {
+  if (!problem.streams || offload_ratio(problem, length, degree)) return false;
+  if (problem.pipeline_stages > 1 && problem.cost.input_share == 0) return false;
+  return !recomputes(problem, length, degree);  // in fewer launches
+}
+
+}  // namespace
+
+std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree) {
+  if (!is_wanted(problem, length, degree)) return std::nullopt;
+  const InParts in_parts(problem, length, degree);
+  if (problem.pipeline_stages == 1) return in_parts.in_fewest();
+  std::optional<Stream> best;
+  double least_s = kInfinity;
+  const int64_t most = kPartsOfAStage * problem.pipeline_stages;
+  for (int64_t fewest = 1; fewest <= most; fewest *= 2) {
+    for (const auto& found : {in_parts.on_device(fewest), in_parts.on_host(fewest)}) {
+      if (!found || (best && found->num_parts == best->num_parts)) continue;
+      const double found_s = pass_s(problem, length, degree, *found);
+      if (found_s >= least_s) continue;
+      best = found;
+      least_s = found_s;
+    }
+  }
+  return best;
+}
+
+bool may_stream(const Problem& problem, int64_t length, int64_t degree) {
+  return is_wanted(problem, length, degree) &&
+         InParts(problem, length, degree).in_fewest().has_value();
+}
+
+double growth_of_stream(const Problem& problem, int64_t length) {
+  const auto tokens = static_cast<double>(length);
+  return tokens / (tokens + problem.linear_tokens);
+}
+
+double longest_part_s(const Problem& problem, int64_t length, const Stream& stream,
+                      double seconds) {
+  const PartTimes part_s(seconds, stream.num_parts, growth_of_stream(problem, length));
+  return part_s.of(stream.num_parts - 1);
 }
 
 int64_t least_stream_degree(const Problem& problem, int64_t length) {
   for (int64_t degree = 1; degree <= problem.num_ranks; ++degree) {
-    if (stream_of(problem, length, degree)) return degree;
+    if (may_stream(problem, length, degree)) return degree;
   }
   return 0;
 }

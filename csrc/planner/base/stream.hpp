@@ -26,7 +26,20 @@ struct Stream {
 // the host. Else in twice as many: the first ones keep on the device what it then has room for, the
 // others on the host, if that has the memory. None if it may not stream, if a slice fits, or if no
 // part fits.
+// With stages: in the number of parts, that or more, in which it is likely to pass all of them
+// soonest.
 std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree);
+
+// Whether there is one.
+bool may_stream(const Problem& problem, int64_t length, int64_t degree);
+
+// What part of a stream's time goes with the square of its tokens. Its parts have equal tokens, so
+// that their times grow by it.
+double growth_of_stream(const Problem& problem, int64_t length);
+
+// Seconds of its last part, of all.
+double longest_part_s(const Problem& problem, int64_t length, const Stream& stream,
+                      double seconds);
 
 // The least degree at which the sequence may stream; 0 if there is none up to the number of ranks.
 int64_t least_stream_degree(const Problem& problem, int64_t length);

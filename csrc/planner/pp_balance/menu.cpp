@@ -70,10 +70,9 @@ double pass_s(const Problem& problem, double seconds, double part_s) {
   return seconds + static_cast<double>(problem.pipeline_stages - 1) * part_s;
 }
 
-// That of a sequence in so many parts, whose times grow.
-Way way_of(const Problem& problem, int64_t degree, int64_t num_parts, double growth,
-           double seconds) {
-  const double part_s = PartTimes(seconds, num_parts, growth).of(num_parts - 1);
+// That of a sequence in so many parts.
+Way way_of(const Problem& problem, int64_t degree, int64_t num_parts, double seconds,
+           double part_s) {
   return {static_cast<int32_t>(degree), static_cast<int32_t>(num_parts), seconds, part_s,
           pass_s(problem, seconds, part_s)};
 }
@@ -112,12 +111,12 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place, const std::vecto
   };
   std::vector<Way> ways;
   if (problem.streams) {  // its parts are given
-    const double growth = growth_of_stream(problem, length);
     const auto is_stream = [&](int64_t degree) {
       const auto stream = stream_of(problem, length, degree);
       if (!stream) return false;
       const double seconds = stream_s(problem, length, degree, *stream, links_on(degree));
-      ways.push_back(way_of(problem, degree, stream->num_parts, growth, seconds));
+      ways.push_back(way_of(problem, degree, stream->num_parts, seconds,
+                            longest_part_s(problem, length, *stream, seconds)));
       return true;
     };
     degrees.erase(std::remove_if(degrees.begin(), degrees.end(), is_stream), degrees.end());
@@ -129,7 +128,8 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place, const std::vecto
     const std::vector<PartSize> sizes = part_sizes({static_cast<double>(length)}, number, problem.linear_tokens);
     for (const int64_t degree : degrees) {
       const double seconds = sequence_s(problem, length, degree, sizes, links_on(degree));
-      ways.push_back(way_of(problem, degree, number, 0, seconds));
+      ways.push_back(
+          way_of(problem, degree, number, seconds, seconds / static_cast<double>(number)));
     }
   }
   return best_of(std::move(ways));

@@ -85,7 +85,7 @@ int64_t least_degree_in_rounds(const Problem& problem, SequenceId id) {
   if (least > 0 && least <= problem.num_ranks) return least;
   if (offload_ratio(problem, length, problem.num_ranks)) return problem.num_ranks;
   if (recomputes(problem, length, problem.num_ranks)) return problem.num_ranks;
-  if (stream_of(problem, length, problem.num_ranks)) return problem.num_ranks;
+  if (may_stream(problem, length, problem.num_ranks)) return problem.num_ranks;
   throw std::invalid_argument(
       "pp-balance: sequence " + std::to_string(id) + " of the batch has " + std::to_string(length) +
       " tokens, which fit on some numbers of the " + std::to_string(problem.num_ranks) +

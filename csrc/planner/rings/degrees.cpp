@@ -89,7 +89,7 @@ bool may_share(const Problem& problem, int64_t length, int64_t least, int64_t de
   if (degree <= least) return degree == least;
   return degree <= problem.num_ranks && degree <= length / (2 * problem.slice_multiple) &&
          (offload_ratio(problem, length, degree) || recomputes(problem, length, degree) ||
-          stream_of(problem, length, degree));
+          may_stream(problem, length, degree));
 }
 
 Degrees balanced_degrees(const Batch& batch, const Nesting& nesting, double longest_s) {

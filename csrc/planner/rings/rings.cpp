@@ -7,6 +7,7 @@
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/base/stream.hpp"
 #include "planner/schedule/ways.hpp"
 
 namespace hdp {
@@ -169,7 +170,12 @@ class RingPlacer {
       seconds += spare_room_.fill(ranks, room, schedule_.locals) / speed;
       schedule_.local_ends.push_back(schedule_.locals.sequences.size());
     }
-    const double end = begin + seconds + ramp_s(ranks, seconds);
+    double part_s = seconds;
+    if (batch_.ramp > 0) {
+      const auto stream = stream_of(problem_, length, degree);
+      if (stream) part_s = longest_part_s(problem_, length, *stream, seconds);
+    }
+    const double end = begin + seconds + ramp_s(ranks, part_s);
     for (const int32_t rank : ranks) schedule_.clocks[index(rank)] = end;
     schedule_.places.push_back(place);
     schedule_.ranks.insert(schedule_.ranks.end(), ranks.begin(), ranks.end());
@@ -177,7 +183,7 @@ class RingPlacer {
     return end;
   }
 
-  // What a micro-batch that is the longest one of its ranks adds, which it is from now on.
+  // What a micro-batch, or part, that is the longest one of its ranks adds, which it is from now on.
   double ramp_s(const std::vector<int32_t>& ranks, double seconds) {
     if (batch_.ramp == 0) return 0;
     double longest_s = 0;

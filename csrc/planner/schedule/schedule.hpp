@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/base/parts.hpp"
 #include "planner/base/types.hpp"
 
 namespace hdp {
@@ -87,26 +88,6 @@ struct Passing {
 };
 
 Passing passing_of(const Problem& problem, const Plan& plan);
-
-// The times of the parts of what takes pass_s. All the same, unless they grow.
-class PartTimes {
- public:
-  PartTimes(double pass_s, int64_t num_parts, double growth) {
-    const auto parts = static_cast<double>(num_parts);
-    more_s_ = 2 * growth * pass_s / (parts * parts);
-    first_s_ = (1 - growth) * pass_s / parts + more_s_ / 2;
-  }
-
-  // From 0 on.
-  double of(int64_t number) const { return first_s_ + more_s_ * static_cast<double>(number); }
-
- private:
-  double first_s_;
-  double more_s_;
-};
-
-// Parts of a stream have equal tokens: what part of its time goes with the square of the tokens.
-double growth_of_stream(const Problem& problem, int64_t length);
 
 // When each rank ends, if micro-batch m, on ranks [offsets[m], offsets[m + 1]), takes seconds[m]
 // over all stages, a third of it forward, or a quarter if it is computed twice. Every micro-batch

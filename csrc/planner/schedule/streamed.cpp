@@ -1,6 +1,7 @@
 // The 1F1B schedule of micro-batches in parts.
 #include <algorithm>
 
+#include "planner/base/stream.hpp"
 #include "planner/schedule/schedule.hpp"
 #include "planner/schedule/tick_order.hpp"
 
@@ -124,11 +125,6 @@ std::vector<double> streamed_ends(const Problem& problem, const std::vector<int3
                                   const std::vector<double>& seconds, int64_t num_ranks,
                                   const Passing& passing) {
   return Streams(problem, rank_offsets, ranks, seconds, num_ranks, passing).run();
-}
-
-double growth_of_stream(const Problem& problem, int64_t length) {
-  const auto tokens = static_cast<double>(length);
-  return tokens / (tokens + problem.linear_tokens);
 }
 
 Passing passing_of(const Problem& problem, const Plan& plan) {

@@ -135,8 +135,9 @@ def _kept_on_device(job: Job, cost_model: CostModel | None) -> float:
     """
     if cost_model is None:
         return 0.0
+    whole = replace(job, stages=1, model_chunks=1, stage_layers=())
     room = job.tokens_per_rank / 2 * cost_model.activation_bytes_per_token
-    return room / (kept_of_stream(job, job.tokens_per_rank // 2) * job.tensor_ranks)
+    return room / (kept_of_stream(whole, job.tokens_per_rank // 2) * job.tensor_ranks)
 
 
 def _add_memory(found: Finding, job: Job, cost_model: CostModel | None) -> None:

@@ -50,12 +50,13 @@ class TrainingArguments(
 
     @property
     def host_memory_bytes(self) -> float:
-        """That a micro-batch may fill on a stage of an HDP rank, with as many others as wait."""
+        """That a micro-batch may fill on all stages of an HDP rank, with as many others as wait."""
         if self.hdp_host_memory_gb is None:
             return math.inf
-        chunks = num_model_chunks(self)
-        alive = waiting_passes(0, self.pipeline_model_parallel_size, chunks) / chunks
-        return 1e9 * self.hdp_host_memory_gb * self.tensor_model_parallel_size / alive
+        chunks, stages = num_model_chunks(self), self.pipeline_model_parallel_size
+        num_gpus = stages * self.tensor_model_parallel_size
+        alive = waiting_passes(0, stages, chunks) / chunks
+        return 1e9 * self.hdp_host_memory_gb * num_gpus / alive
 
     @property
     def sequence_parts(self) -> int:

@@ -195,17 +195,23 @@ def kept_of_stream(job: Job, part_tokens: int | None = None) -> float:
     K and V of all layers, or the latents they are made of, and the sums of their gradients, on the
     device or on the host: as the last part goes back, all earlier ones have both. A layer with a
     window keeps what the next part sees of one: of `part_tokens`, a capacity's worth unless given.
-    Tokens and labels are not counted.
+    Tokens and labels are not counted, and on stages of a pipeline what parts came with. There it is
+    the stage that keeps most, of as many streams as wait for their backward.
     """
     tokens = part_tokens or job.tokens_per_rank
-    values = 0.0
-    for attention in (layer.attention for layer in job.shape.all_layers):
-        if job.keeps_latents and attention.latent_size:
-            values += attention.latent_size  # whole on every tensor rank
-            continue
-        seen = tokens if attention.window is None else min(tokens, attention.window - 1)
-        values += attention.travelling_size / job.tensor_ranks * seen / tokens
-    return values * job.value_bytes * (1 + job.stream_sum_ratio)
+    kept = [sum(_kept_values(job, layer, tokens) for layer in part) for part in job.parts]
+    kept[-1] += sum(_kept_values(job, layer, tokens) for layer in job.shape.further)
+    most = max(job.most_alive(stage, kept[stage :: job.stages]) for stage in range(job.stages))
+    return most * job.value_bytes * (1 + job.stream_sum_ratio)
+
+
+def _kept_values(job: Job, layer: Layer, part_tokens: int) -> float:
+    """Of keys and values, a token of a stream in parts of so many."""
+    attention = layer.attention
+    if job.keeps_latents and attention.latent_size:
+        return attention.latent_size  # whole on every tensor rank
+    seen = part_tokens if attention.window is None else min(part_tokens, attention.window - 1)
+    return attention.travelling_size / job.tensor_ranks * seen / part_tokens
 
 
 def kept_of_further(job: Job) -> float:

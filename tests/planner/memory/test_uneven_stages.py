@@ -8,6 +8,7 @@ from megatron_hdp.planner.memory import (
     Job,
     fullest_stage,
     kept_after_forward,
+    kept_of_stream,
     stage_memories,
     stage_memory,
     waiting_activations,
@@ -35,6 +36,14 @@ def test_a_stage_has_its_own_layers() -> None:
     assert [one.gradients for one in found] == [4 * number for number in weights]
     kept = kept_after_forward(job) * job.tokens_per_rank
     assert [one.activations for one in found] == pytest.approx([4 * kept, 9 * kept, 0, 2 * kept])
+
+
+def test_streams_fill_the_fullest_stage() -> None:
+    of_layer = kept_of_stream(JOB) / JOB.shape.num_layers
+    assert kept_of_stream(uneven(1, 3, 0, 2, stages=4)) == pytest.approx(9 * of_layer)
+    chunked = replace(JOB, stages=2, model_chunks=2)  # five passes wait
+    of_chunk = JOB.shape.num_layers / 4
+    assert kept_of_stream(chunked) == pytest.approx(5 * of_chunk * of_layer)
 
 
 def test_a_stage_without_layers_works_on_none() -> None:
