@@ -431,6 +431,22 @@ def test_streams_are_as_long_as_what_hosts_hold(tmp_path, capsys):
     assert "longest stream" in said and "all three times: streams" in said
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual_stages", [(), ("num-virtual-stages-per-pipeline-rank: 2",)])
+def test_streams_of_stages_are_as_long_as_a_plan_can_hold(tmp_path, virtual_stages):
+    """Two stages: the first keeps what waits on it for backward, and what parts came with."""
+    lines = ("hdp-long-sequence: stream", "hdp-offload: auto", "hdp-host-memory-gb: 11.8")
+    lines += ("hdp-global-batch-tokens: 8388608", "pipeline-model-parallel-size: 2")
+    lines += virtual_stages
+
+    def found(length):
+        path = with_lines(tmp_path, *lines, f"seq-length: {length}")
+        return finding(path, 8, host_memory_bytes=100e9)
+
+    longest = found(2**18).longest_stream_tokens
+    assert found(longest).is_sound and not found(2 * longest).is_sound
+
+
 def test_host_memory_is_no_matter_without_offload(tmp_path):
     assert finding(with_lines(tmp_path), 8, host_memory_bytes=1.0).is_sound
 

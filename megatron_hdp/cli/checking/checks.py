@@ -128,16 +128,25 @@ def _plan(
     return cost_model
 
 
-def _kept_on_device(job: Job, cost_model: CostModel | None) -> float:
-    """Tokens on a rank of which a stream keeps keys and sums on the device, others on the host.
+def _longest_stream(job: Job, cost_model: CostModel | None, of_gpu: float) -> float:
+    """Tokens on a rank of the longest stream, with so many bytes of host memory a GPU.
 
-    They have half of the capacity: parts take the other half (`csrc/planner/base/stream.hpp`).
+    The device keeps keys and sums of others in half of the capacity: parts take the other half
+    (`csrc/planner/base/stream.hpp`). On stages of a pipeline it also keeps what all parts came
+    with.
     """
-    if cost_model is None:
-        return 0.0
+    on_host = of_gpu / kept_of_stream(job)
+    if cost_model is None or not cost_model.activation_bytes_per_token:
+        return on_host
+    half, inputs = job.tokens_per_rank / 2, 0.0
+    if job.stages > 1:
+        inputs = job.model_chunks * cost_model.input_share / cost_model.num_layers
+    if inputs * on_host > half:
+        return half / inputs
     whole = replace(job, stages=1, model_chunks=1, stage_layers=())
-    room = job.tokens_per_rank / 2 * cost_model.activation_bytes_per_token
-    return room / (kept_of_stream(whole, job.tokens_per_rank // 2) * job.tensor_ranks)
+    kept = kept_of_stream(whole, job.tokens_per_rank // 2) * job.tensor_ranks
+    kept /= cost_model.activation_bytes_per_token
+    return on_host + (half - inputs * on_host) / (kept + inputs)
 
 
 def _add_memory(found: Finding, job: Job, cost_model: CostModel | None) -> None:
@@ -152,7 +161,7 @@ def _add_memory(found: Finding, job: Job, cost_model: CostModel | None) -> None:
     if job.streams and found.host_memory_bytes is not None:
         of_gpu = (1 - RESERVE) * found.host_memory_bytes / found.node_gpus
         of_gpu = max(0.0, of_gpu - found.copies_bytes)
-        held = of_gpu / kept_of_stream(job) + _kept_on_device(job, cost_model)
+        held = _longest_stream(job, cost_model, of_gpu)
         found.longest_stream_tokens = int(held) * job.hdp_ranks
     _check_host(found, job)
     usable = found.gpu_memory_bytes - found.reserve_bytes
