@@ -71,10 +71,12 @@ def test_plans_with_streams_fit_and_take_what_is_said(asked, stages, share):
     how |= dict(zip(names, stages, strict=True))
     how["cost_model"] = replace(how["cost_model"], input_share=share)
     stages = stages[:2]
+    inputs = share / 4 * stages[1] * max(lengths) / how["ranks"] * (stages[0] > 1)
     try:
         made = plan(lengths, **how, streams=True)
-    except ValueError as error:
-        assert "offload" in str(error) or how["offload"] == "auto"
+    except ValueError as error:  # the host has no room for what parts came with
+        is_full = inputs > how["tokens_per_rank"] / 2
+        assert "offload" in str(error) or how["offload"] == "auto" or is_full
         return
     made.validate(num_layers=4, pipeline_stages=stages[0])
     assert (_host_bytes(made, how["cost_model"]) <= how["host_memory_bytes"]).all()
