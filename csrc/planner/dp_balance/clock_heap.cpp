@@ -52,4 +52,16 @@ void ClockHeap::advance(std::size_t place, double clock) {
   }
 }
 
+std::pair<double, int32_t> ClockHeap::pop() {
+  std::pop_heap(entries_.begin(), entries_.end(), std::greater<>());
+  const Entry earliest = entries_.back();
+  entries_.pop_back();
+  return earliest;
+}
+
+void ClockHeap::push(const std::pair<double, int32_t>& entry) {
+  entries_.push_back(entry);
+  std::push_heap(entries_.begin(), entries_.end(), std::greater<>());
+}
+
 }  // namespace hdp

@@ -18,6 +18,11 @@ class ClockHeap {
   // Moves the clock at a place (0 is the earliest; of equals the lower rank) to a later time.
   void advance(std::size_t place, double clock);
 
+  // Looks at the earliest entry, takes it out, and puts one back.
+  const std::pair<double, int32_t>& earliest() const { return entries_.front(); }
+  std::pair<double, int32_t> pop();
+  void push(const std::pair<double, int32_t>& entry);
+
  private:
   std::vector<std::pair<double, int32_t>> entries_;  // (clock, rank)
 };

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <numeric>
-#include <queue>
 #include <tuple>
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/slices.hpp"
+#include "planner/dp_balance/clock_heap.hpp"
 
 namespace hdp {
 namespace {
@@ -41,7 +41,8 @@ class Shorts::Filler {
         capacity_(shorts.problem_.tokens_per_rank),
         slots_(slots),
         lacks_s_(slots.size(), 0.0),
-        bins_(slots.size()) {
+        bins_(slots.size()),
+        before_(shorts.all_.size(), kNone) {
     for (std::size_t rank = 0; rank < slots.size(); ++rank) {
       for (const Slot& slot : slots[rank]) {
         const std::size_t bin = new_bin(rank);
@@ -68,20 +69,24 @@ class Shorts::Filler {
     double seconds = 0;
     int64_t room = 0;
     std::size_t rank = 0;
-    std::vector<std::size_t> items;
+    std::size_t last = kNone;  // of its sequences; `before_` has the others
+    std::size_t size = 0;      // so many sequences
 
     double lacks_s() const { return wanted_s - seconds; }
   };
 
   void put(std::size_t i, std::size_t bin) {
-    open_[bin].items.push_back(i);
-    open_[bin].seconds += shorts_[i].seconds;
-    open_[bin].room -= shorts_[i].tokens;
-    lacks_s_[open_[bin].rank] -= shorts_[i].seconds;
+    Open& open = open_[bin];
+    before_[i] = open.last;
+    open.last = i;
+    ++open.size;
+    open.seconds += shorts_[i].seconds;
+    open.room -= shorts_[i].tokens;
+    lacks_s_[open.rank] -= shorts_[i].seconds;
   }
 
   std::size_t new_bin(std::size_t rank) {
-    open_.push_back({0, 0, capacity_, rank, {}});
+    open_.push_back({0, 0, capacity_, rank});
     bins_[rank].push_back(open_.size() - 1);
     return open_.size() - 1;
   }
@@ -109,25 +114,52 @@ class Shorts::Filler {
   }
 
   // Each where most is lacking: the rank first, then its bin. Where no bin of the first few ranks
-  // has room, the first of these gets another.
+  // has room, the first of these gets another. Sequences come longest first: ranks that had no room
+  // wait beside the others.
   void place(std::size_t first, std::size_t last) {
-    constexpr int kTries = 8;
-    std::priority_queue<std::pair<double, std::size_t>> lacking;  // (seconds, ranks from the end)
+    constexpr std::size_t kTries = 8;
+    std::vector<double> excess_s;  // the less, the more a rank lacks
+    std::vector<int64_t> room;     // of a rank's bin with most
     for (std::size_t rank = 0; rank < bins_.size(); ++rank) {
-      lacking.emplace(lacks_s_[rank], bins_.size() - rank);
+      excess_s.push_back(-lacks_s_[rank]);
+      room.push_back(most_room(rank));
     }
-    std::vector<std::size_t> tried;
+    ClockHeap others(excess_s);
+    std::vector<std::pair<double, int32_t>> full;  // in the same order
     for (std::size_t i = first; i < last; ++i) {
-      tried.clear();
-      std::size_t bin = kNone;
-      while (bin == kNone && !lacking.empty() && tried.size() < kTries) {
-        tried.push_back(bins_.size() - lacking.top().second);
-        lacking.pop();
-        bin = bin_of(tried.back(), shorts_[i].tokens);
+      const auto has_room = [&](int32_t rank) { return room[index(rank)] >= shorts_[i].tokens; };
+      const auto is_next = [&](std::size_t k) {
+        return k < full.size() && (others.size() == 0 || full[k] < others.earliest());
+      };
+      std::size_t tried = 0;
+      while (tried < kTries) {
+        if (is_next(tried)) {
+          if (has_room(full[tried].second)) break;
+        } else {
+          if (others.size() == 0 || has_room(others.rank(0))) break;
+          full.insert(at(full, tried), others.pop());
+        }
+        ++tried;
       }
-      put(i, bin == kNone ? new_bin(tried.front()) : bin);
-      for (const std::size_t rank : tried) lacking.emplace(lacks_s_[rank], bins_.size() - rank);
+      const bool none = tried == kTries || (tried == full.size() && others.size() == 0);
+      if (none) tried = 0;
+      const bool from_full = none || is_next(tried);
+      const std::size_t rank = index(from_full ? full[tried].second : others.rank(0));
+      put(i, none ? new_bin(rank) : bin_of(rank, shorts_[i].tokens));
+      room[rank] = most_room(rank);
+      if (from_full) {
+        full.erase(at(full, tried));
+        others.push({-lacks_s_[rank], static_cast<int32_t>(rank)});
+      } else {
+        others.advance(0, -lacks_s_[rank]);
+      }
     }
+  }
+
+  int64_t most_room(std::size_t rank) const {
+    int64_t most = 0;
+    for (const std::size_t bin : bins_[rank]) most = std::max(most, open_[bin].room);
+    return most;
   }
 
   // The others, bin after bin, as much as it lacks; returns the first that found no room.
@@ -151,7 +183,7 @@ class Shorts::Filler {
   // Sees to it that a rank has as many micro-batches as it needs: takes sequences out of bins with
   // several, of its own or of others.
   bool fill_needed(std::size_t rank) {
-    const auto is_filled = [&](std::size_t bin) { return !open_[bin].items.empty(); };
+    const auto is_filled = [&](std::size_t bin) { return open_[bin].size > 0; };
     const auto needed = std::count_if(slots_[rank].begin(), slots_[rank].end(),
                                       [](const Slot& slot) { return slot.is_needed; });
     auto filled = std::count_if(bins_[rank].begin(), bins_[rank].end(), is_filled);
@@ -160,9 +192,11 @@ class Shorts::Filler {
       if (is_filled(bin)) continue;
       while (giver_ < open_.size() && !can_give(giver_)) ++giver_;
       if (giver_ == open_.size()) return false;
-      const std::size_t i = open_[giver_].items.back();
-      open_[giver_].items.pop_back();
-      open_[giver_].seconds -= shorts_[i].seconds;
+      Open& giver = open_[giver_];
+      const std::size_t i = giver.last;
+      giver.last = before_[i];
+      --giver.size;
+      giver.seconds -= shorts_[i].seconds;
       put(i, bin);
       ++filled;
     }
@@ -171,7 +205,7 @@ class Shorts::Filler {
 
   bool can_give(std::size_t bin) const {
     const bool is_spare = slots_[open_[bin].rank].empty();
-    return open_[bin].items.size() > (is_spare ? 0U : 1U);
+    return open_[bin].size > (is_spare ? 0U : 1U);
   }
 
   void collect(Filling& filling) {
@@ -180,7 +214,7 @@ class Shorts::Filler {
     for (std::size_t rank = 0; rank < slots_.size(); ++rank) {
       std::vector<std::size_t>& bins = bins_[rank];
       bins.erase(std::remove_if(bins.begin(), bins.end(),
-                                [&](std::size_t bin) { return open_[bin].items.empty(); }),
+                                [&](std::size_t bin) { return open_[bin].size == 0; }),
                  bins.end());
       std::stable_sort(bins.begin(), bins.end(), [&](std::size_t left, std::size_t right) {
         return open_[left].seconds > open_[right].seconds;
@@ -192,12 +226,16 @@ class Shorts::Filler {
       for (const std::size_t bin : in_slot) {
         if (bin == kNone) continue;
         filling.seconds[rank] += open_[bin].seconds;
-        filling.bins[rank].emplace_back();
-        for (const std::size_t i : open_[bin].items) {
-          filling.bins[rank].back().push_back(shorts_[i].id);
-        }
+        filling.bins[rank].push_back(ids_of(open_[bin]));
       }
     }
+  }
+
+  Bin ids_of(const Open& open) const {
+    Bin ids(open.size);
+    std::size_t i = open.last;
+    for (auto id = ids.rbegin(); id != ids.rend(); ++id, i = before_[i]) *id = shorts_[i].id;
+    return ids;
   }
 
   const std::vector<Whole>& shorts_;  // behind the first num_long_
@@ -207,6 +245,7 @@ class Shorts::Filler {
   std::vector<double> lacks_s_;                 // by rank
   std::vector<std::vector<std::size_t>> bins_;  // by rank: index into the open ones
   std::vector<Open> open_;
+  std::vector<std::size_t> before_;  // of each sequence the one that its bin got before it
   std::size_t giver_ = 0;
 };
 
