@@ -37,6 +37,11 @@ struct Links {
   double hop_s = 0;        // latency of a hop, all layers
   double home_s_per_byte =
       0;  // of a hop: gradients go home to another node in one piece, on one link
+
+  bool operator==(const Links& other) const {
+    return bytes_per_s == other.bytes_per_s && hop_s == other.hop_s &&
+           home_s_per_byte == other.home_s_per_byte;
+  }
 };
 
 Links links_in_a_node(const CostModel& cost);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/base/parts.hpp"
 #include "planner/schedule/ways.hpp"
 #include "planner/pp_balance/menu.hpp"
 #include "planner/schedule/schedule.hpp"
@@ -25,23 +26,29 @@ struct SketchedOrder {
   std::vector<int32_t> offsets{0};
   std::vector<int32_t> lanes;
   std::vector<double> seconds;
+  std::vector<int32_t> num_parts;
 
-  void add(const std::vector<int32_t>& ring, double time_s) {
-    lanes.insert(lanes.end(), ring.begin(), ring.end());
-    close(time_s);
+  void add(const SeatedRing& ring) {
+    lanes.insert(lanes.end(), ring.lanes.begin(), ring.lanes.end());
+    close(ring.seconds, ring.num_parts);
   }
 
-  void add(std::size_t lane, double time_s) {
+  void add(std::size_t lane, double time_s, int64_t parts) {
     lanes.push_back(static_cast<int32_t>(lane));
-    close(time_s);
+    close(time_s, static_cast<int32_t>(parts));
   }
 
  private:
-  void close(double time_s) {
+  void close(double time_s, int32_t parts) {
     offsets.push_back(static_cast<int32_t>(lanes.size()));
     seconds.push_back(time_s);
+    num_parts.push_back(parts);
   }
 };
+
+int64_t parts_of_own(const Problem& problem, const Arrangement& arrangement, double seconds) {
+  return arrangement.part_s > 0 ? parts_of_pack(problem, seconds, arrangement.part_s) : 1;
+}
 
 Plan plan_of(const Problem& problem, const Seating& seating, const Arrangement& arrangement,
              const Filling& filling) {
@@ -62,7 +69,8 @@ Plan plan_of(const Problem& problem, const Seating& seating, const Arrangement& 
         if (part_s == 0) return;
         double seconds = 0;
         for (const SequenceId id : bin) seconds += compute_s(problem.cost, problem.lengths[index(id)]);
-        plan.num_parts.push_back(static_cast<int32_t>(parts_of_pack(problem, seconds, part_s)));
+        plan.num_parts.push_back(
+            static_cast<int32_t>(parts_of_own(problem, arrangement, seconds)));
       });
   return plan;
 }
@@ -86,15 +94,17 @@ Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shor
     SketchedOrder order;
     in_launch_order(
         seating, arrangement.rows, num_own,
-        [&](std::size_t ring) {
-          order.add(seating.rings[ring].lanes, seating.rings[ring].seconds);
-        },
+        [&](std::size_t ring) { order.add(seating.rings[ring]); },
         [&](std::size_t lane, int64_t i) {
           const double time_s = slots[lane][index(i)].wanted_s;
-          order.add(lane, (time_s + fixed_s(problem.cost, 1)) / seating.speed[lane]);
+          const int64_t parts = parts_of_own(problem, arrangement, time_s);
+          const double tokens = time_s * shorts.tokens_per_s();
+          const double fixed = fixed_s(problem.cost, 1, tokens, parts);
+          order.add(lane, (time_s + fixed) / seating.speed[lane], parts);
         });
-    const std::vector<double> ends = pipeline_ends(problem, order.offsets, order.lanes,
-                                                   order.seconds, static_cast<int64_t>(num_lanes));
+    const std::vector<double> ends =
+        pipeline_ends(problem, order.offsets, order.lanes, order.seconds,
+                      static_cast<int64_t>(num_lanes), {order.num_parts, {}, {}});
     const double makespan_s = *std::max_element(ends.begin(), ends.end());
     const int64_t passes = 2 * problem.pipeline_stages * problem.model_chunks;
     best.work += (passes + kSlotWork) * static_cast<int64_t>(order.lanes.size());

@@ -269,8 +269,8 @@ Shorts::Shorts(const Problem& problem, const std::vector<Whole>& all, std::size_
   }
   constexpr double kNearlyFull = 0.97;
   if (tokens > 0) {
-    full_bin_s_ = kNearlyFull * total_s_ * static_cast<double>(problem.tokens_per_rank) /
-                  static_cast<double>(tokens);
+    tokens_ = static_cast<double>(tokens);
+    full_bin_s_ = kNearlyFull * total_s_ * static_cast<double>(problem.tokens_per_rank) / tokens_;
   }
 }
 

@@ -43,6 +43,7 @@ class Shorts {
 
   std::size_t size() const { return all_.size() - num_long_; }
   double total_s() const { return total_s_; }
+  double tokens_per_s() const { return total_s_ > 0 ? tokens_ / total_s_ : 0; }
 
   // Of an average micro-batch that holds nearly as much as it can.
   double full_bin_s() const { return full_bin_s_; }
@@ -61,6 +62,7 @@ class Shorts {
   const std::vector<Whole>& all_;
   std::size_t num_long_;
   double total_s_ = 0;
+  double tokens_ = 0;  // padded
   double full_bin_s_ = 0;
 };
 

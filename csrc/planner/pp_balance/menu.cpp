@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <numeric>
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
@@ -72,9 +74,9 @@ double pass_s(const Problem& problem, double seconds, double part_s) {
 
 // That of a sequence in so many parts.
 Way way_of(const Problem& problem, int64_t degree, int64_t num_parts, double seconds,
-           double part_s) {
+           double part_s, Links links) {
   return {static_cast<int32_t>(degree), static_cast<int32_t>(num_parts), seconds, part_s,
-          pass_s(problem, seconds, part_s)};
+          pass_s(problem, seconds, part_s), links};
 }
 
 // Of all members; of ways that cost the same a narrow one serves.
@@ -114,9 +116,10 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place, const std::vecto
     const auto is_stream = [&](int64_t degree) {
       const auto stream = stream_of(problem, length, degree);
       if (!stream) return false;
-      const double seconds = stream_s(problem, length, degree, *stream, links_on(degree));
+      const Links links = links_on(degree);
+      const double seconds = stream_s(problem, length, degree, *stream, links);
       ways.push_back(way_of(problem, degree, stream->num_parts, seconds,
-                            longest_part_s(problem, length, *stream, seconds)));
+                            longest_part_s(problem, length, *stream, seconds), links));
       return true;
     };
     degrees.erase(std::remove_if(degrees.begin(), degrees.end(), is_stream), degrees.end());
@@ -127,9 +130,10 @@ std::vector<Way> ways_of(const Batch& batch, std::size_t place, const std::vecto
     if (number > 1 && most_s < kLeastPart * batch.share_s) break;
     const std::vector<PartSize> sizes = part_sizes({static_cast<double>(length)}, number, problem.linear_tokens);
     for (const int64_t degree : degrees) {
-      const double seconds = sequence_s(problem, length, degree, sizes, links_on(degree));
-      ways.push_back(
-          way_of(problem, degree, number, seconds, seconds / static_cast<double>(number)));
+      const Links links = links_on(degree);
+      const double seconds = sequence_s(problem, length, degree, sizes, links);
+      ways.push_back(way_of(problem, degree, number, seconds,
+                            seconds / static_cast<double>(number), links));
     }
   }
   return best_of(std::move(ways));
@@ -147,52 +151,69 @@ Menu::Menu(const Batch& batch, bool whole_nodes) : batch_(batch) {
     if (!must_be && least_s < kShort * batch.share_s) break;
     const bool again = place > 0 && batch.length(place) == batch.length(place - 1);
     ways_.push_back(again ? ways_.back() : ways_of(batch, place, numbers, whole_nodes));
+    by_pass_.emplace_back(ways_.back().size());
+    std::iota(by_pass_.back().begin(), by_pass_.back().end(), std::size_t{0});
+    std::stable_sort(by_pass_.back().begin(), by_pass_.back().end(),
+                     [&](std::size_t left, std::size_t right) {
+                       return ways_.back()[left].pass_s < ways_.back()[right].pass_s;
+                     });
+    compute_s_.push_back(batch.compute_s(place));
+  }
+}
+
+std::vector<std::vector<Menu::Offer>> Menu::offers(const Taste& taste) const {
+  std::vector<std::vector<Offer>> result(ways_.size());
+  for (std::size_t place = 0; place < ways_.size(); ++place) {
+    std::vector<Offer>& here = result[place];
+    double least = kInfinity;
+    for (const std::size_t i : by_pass_[place]) {
+      const Way& way = ways_[place][i];
+      const double late_s = taste.ramp * std::max(0.0, way.part_s - taste.part_s);
+      const double price = work_of(way) + static_cast<double>(way.degree) * late_s;
+      if (!here.empty() && (price > least || (price == least && &way > here.back().way))) continue;
+      least = price;
+      here.push_back({way.pass_s, &way});
+    }
+  }
+  return result;
+}
+
+template <typename Visit>
+void Menu::choose(const std::vector<std::vector<Offer>>& offers, double most_s,
+                  const Visit& visit) const {
+  for (std::size_t place = 0; place < offers.size(); ++place) {
+    const auto too_long =
+        std::upper_bound(offers[place].begin(), offers[place].end(), most_s,
+                         [](double limit_s, const Offer& offer) { return limit_s < offer.limit_s; });
+    const Way& way = *(too_long == offers[place].begin() ? too_long : std::prev(too_long))->way;
+    if (!is_ring(batch_.problem, batch_.length(place), way.degree)) break;
+    visit(place, way);
   }
 }
 
 std::vector<Way> Menu::choose(const Taste& taste, double makespan_s) const {
   std::vector<Way> chosen;
-  for (std::size_t place = 0; place < ways_.size(); ++place) {
-    const double most_s = taste.share * makespan_s;
-    const Way* best = nullptr;
-    double least = 0;
-    const Way* fastest = nullptr;
-    for (const Way& way : ways_[place]) {
-      if (fastest == nullptr || way.pass_s < fastest->pass_s) fastest = &way;
-      if (way.pass_s > most_s) continue;
-      const double late_s = taste.ramp * std::max(0.0, way.part_s - taste.part_s);
-      const double price = work_of(way) + static_cast<double>(way.degree) * late_s;
-      if (best != nullptr && price >= least) continue;
-      best = &way;
-      least = price;
-    }
-    if (best == nullptr) best = fastest;
-    if (!is_ring(batch_.problem, batch_.length(place), best->degree)) break;
-    chosen.push_back(*best);
-  }
+  choose(offers(taste), taste.share * makespan_s,
+         [&](std::size_t, const Way& way) { chosen.push_back(way); });
   return chosen;
-}
-
-// With the ramp of each rank.
-double Menu::work_s(const Taste& taste, const std::vector<Way>& chosen) const {
-  double work = batch_.total_s;
-  double longest_s = taste.part_s;
-  for (std::size_t place = 0; place < chosen.size(); ++place) {
-    work += static_cast<double>(chosen[place].degree) * chosen[place].seconds -
-            batch_.compute_s(place);
-    longest_s = std::max(longest_s, chosen[place].part_s);
-  }
-  return work + batch_.total_speed * (taste.lost_s + taste.ramp * (longest_s - taste.part_s));
 }
 
 double Menu::least_makespan_s(const Taste& taste) const {
   constexpr int kSteps = 14;
+  const std::vector<std::vector<Offer>> offered = offers(taste);
   const auto is_enough = [&](double makespan_s) {
-    const std::vector<Way> chosen = choose(taste, makespan_s);
-    for (const Way& way : chosen) {
-      if (way.pass_s > makespan_s) return false;
-    }
-    return work_s(taste, chosen) <= makespan_s * batch_.total_speed;
+    double work = batch_.total_s;
+    double longest_s = taste.part_s;
+    double slowest_s = 0;
+    choose(offered, taste.share * makespan_s, [&](std::size_t place, const Way& way) {
+      work += static_cast<double>(way.degree) * way.seconds - compute_s_[place];
+      longest_s = std::max(longest_s, way.part_s);
+      slowest_s = std::max(slowest_s, way.pass_s);
+    });
+    // with the ramp of each rank
+    const double lost_s = taste.lost_s + taste.ramp * (longest_s - taste.part_s);
+    return slowest_s <= makespan_s &&
+           work + batch_.total_speed * lost_s <= makespan_s * batch_.total_speed;
   };
   double low = batch_.share_s;
   double high = 2 * low;
@@ -205,6 +226,18 @@ double Menu::least_makespan_s(const Taste& taste) const {
     (is_enough(middle) ? high : low) = middle;
   }
   return high;
+}
+
+double ring_seconds(const Batch& batch, std::size_t place, const Way& way,
+                    const std::vector<int32_t>& ring) {
+  const Problem& problem = batch.problem;
+  const Links links = links_of(problem.cost, {ring.data(), ring.data() + ring.size()});
+  double speed = kInfinity;
+  for (const int32_t rank : ring) speed = std::min(speed, problem.speed(rank));
+  if (speed == 1 && links == way.links) return way.seconds;
+  const auto length = static_cast<double>(batch.length(place));
+  const std::vector<PartSize> sizes = part_sizes({length}, way.num_parts, problem.linear_tokens);
+  return sequence_s(problem, batch.length(place), way.degree, sizes, links, speed);
 }
 
 int64_t parts_of_pack(const Problem& problem, double seconds, double part_s) {

@@ -15,6 +15,11 @@ struct Way {
   double seconds = 0;  // of a member, all stages and parts
   double part_s = 0;   // the longest of them, all stages
   double pass_s = 0;   // P times what a pass of all stages takes, if no one else is in the way
+  Links links;         // that are expected
+
+  bool operator==(const Way& other) const {
+    return degree == other.degree && num_parts == other.num_parts && seconds == other.seconds;
+  }
 };
 
 // What decides between the ways of a sequence.
@@ -39,11 +44,29 @@ class Menu {
   double least_makespan_s(const Taste& taste) const;
 
  private:
-  double work_s(const Taste& taste, const std::vector<Way>& chosen) const;
+  // A way, the cheapest to a taste of those whose pass takes no longer than its limit.
+  struct Offer {
+    double limit_s = 0;
+    const Way* way = nullptr;
+  };
+
+  // By place, ascending limits; the first also serves where all passes take too long.
+  std::vector<std::vector<Offer>> offers(const Taste& taste) const;
+
+  // Calls visit(place, way) for each ring whose pass may take most_s.
+  template <typename Visit>
+  void choose(const std::vector<std::vector<Offer>>& offers, double most_s,
+              const Visit& visit) const;
 
   const Batch& batch_;
-  std::vector<std::vector<Way>> ways_;  // by place
+  std::vector<std::vector<Way>> ways_;                // by place
+  std::vector<std::vector<std::size_t>> by_pass_;     // by place: its ways, the fastest first
+  std::vector<double> compute_s_;                     // by place
 };
+
+// Seconds of the slowest member, all stages and parts, of a sequence that runs in a way on this ring.
+double ring_seconds(const Batch& batch, std::size_t place, const Way& way,
+                    const std::vector<int32_t>& ring);
 
 // In how many parts a micro-batch of one rank should run, of `seconds` if it runs whole, so that
 // parts take part_s, if launches do not cost more than that saves.

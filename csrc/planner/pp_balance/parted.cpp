@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -65,9 +66,7 @@ class Dealer {
     if (best == classes_.end()) best = joined(degree);
     Class members{best->clock, best->num_rings + 1, {}};
     SeatedRing ring{batch_.order[place], place, 0, false, take(best->ranks, degree), way.num_parts};
-    for (const int32_t rank : ring.lanes) {
-      ring.seconds = std::max(ring.seconds, way.seconds / problem_.speed(rank));
-    }
+    ring.seconds = ring_seconds(batch_, place, way, ring.lanes);
     members.clock += ring.seconds;
     if (best->num_rings == seating_.rounds.size()) {
       seating_.rounds.emplace_back(seating_.ring_s.size(), kNoRing);
@@ -162,19 +161,39 @@ constexpr double kBetween[] = {2.0, 1.4, 1.0, 0.7, 0.5, 0.25};
 // Parts of these are shorter.
 constexpr double kShortParts = 1.0 / 16;
 
-// So many tastes of a kind with the least estimates become plans, and up to kMostDrafts of small
-// problems: as many as place so many sequences and ranks together.
+// So many tastes of a kind with the least estimates are sketched, and so many sketches become plans;
+// of small problems more: as many as place so many sequences and ranks together, up to kMost.
+constexpr std::size_t kSketches = 2;
 constexpr std::size_t kDrafts = 2;
-constexpr std::size_t kMostDrafts = 8;
+constexpr std::size_t kMost = 8;
 constexpr std::size_t kDraftWork = 20000;
 
+// So many of the best sketches are tried with other rows before their rings, too.
+constexpr std::size_t kLeaders = 2;
+
+// Rings on their ranks, and the same of lanes.
+struct Dealt {
+  Seating seating;
+  Outline small;
+  Shorts shorts;
+};
+
 struct Tried {
+  Tried(const Taste& wanted, double of_packs_s, int64_t rows)
+      : taste(wanted), pack_part_s(of_packs_s), lead(rows) {}
+
   Taste taste;
   double pack_part_s = 0;  // of micro-batches of short sequences
   int64_t lead = 0;        // rows without rings before the others
   const Menu* menu = nullptr;
   double estimate_s = 0;  // of P x the makespan
-  double makespan_s = kInfinity;
+  std::vector<Way> ways;
+  std::shared_ptr<const Dealt> dealt;
+  Sketch sketch;
+
+  bool runs_as(const Tried& other) const {
+    return pack_part_s == other.pack_part_s && lead == other.lead && ways == other.ways;
+  }
 };
 
 class Search {
@@ -188,29 +207,21 @@ class Search {
   }
 
   PipelineDraft run() {
-    const std::size_t size = batch_.order.size() + index(batch_.problem.num_ranks);
-    const std::size_t num =
-        std::clamp(index(batch_.problem.effort) * kDraftWork / size, kDrafts, kMostDrafts);
-    std::vector<Tried> tried;
-    const auto keep = [&](std::vector<Tried> all) {
-      tried.insert(tried.end(), all.begin(), at(all, std::min(num, all.size())));
-    };
     for (const Menu& menu : menus_) {
       for (const double share : kShares) keep(estimated(menu, in_short_parts(share)));
       keep(estimated(menu, between_packs()));
     }
-    attempt_all(tried);
-    const auto best = std::min_element(
-        tried.begin(), tried.end(),
-        [](const Tried& left, const Tried& right) { return left.makespan_s < right.makespan_s; });
-    std::vector<Tried> again;
-    for (const int64_t lead : std::set<int64_t>{0, 1, more_}) {
-      if (lead == best->lead) continue;
-      again.push_back(*best);
-      again.back().lead = lead;
+    sketch_from(0);
+    const std::size_t first = tried_.size();
+    for (std::size_t i = 0; i < std::min(kLeaders, first); ++i) {
+      for (const int64_t lead : std::set<int64_t>{0, 1, more_}) {
+        Tried other = tried_[i];
+        other.lead = lead;
+        add(std::move(other));
+      }
     }
-    attempt_all(again);
-    return std::move(best_);
+    sketch_from(first);
+    return best_draft();
   }
 
  private:
@@ -220,7 +231,7 @@ class Search {
       for (const double part : kParts) {
         const double part_s = part * batch_.share_s;
         const double ramp = of_ramp * static_cast<double>(more_);
-        all.push_back({{ramp, part_s, share, ramp * part_s}, part_s});
+        all.push_back({{ramp, part_s, share, ramp * part_s}, part_s, 0});
       }
     }
     return all;
@@ -252,33 +263,92 @@ class Search {
     return all;
   }
 
-  void attempt_all(std::vector<Tried>& tried) {
-    std::vector<PipelineDraft> drafts(tried.size());
-    side_by_side(tried.size(), [&](std::size_t i) { drafts[i] = draft_of(tried[i]); });
-    for (std::size_t i = 0; i < tried.size(); ++i) {
-      tried[i].makespan_s = drafts[i].makespan_s;
-      if (drafts[i].makespan_s < best_.makespan_s) best_ = std::move(drafts[i]);
+  std::size_t num_of_work(std::size_t least) const {
+    const std::size_t size = batch_.order.size() + index(batch_.problem.num_ranks);
+    return std::clamp(index(batch_.problem.effort) * kDraftWork / size, least, kMost);
+  }
+
+  // The first of a kind.
+  void keep(std::vector<Tried> all) {
+    const std::size_t num = std::min(num_of_work(kSketches), all.size());
+    for (auto one = all.begin(); one != at(all, num); ++one) {
+      one->ways = one->menu->choose(one->taste, one->estimate_s);
+      add(std::move(*one));
     }
   }
 
-  PipelineDraft draft_of(const Tried& tried) const {
-    const std::vector<Way> ways = tried.menu->choose(tried.taste, tried.estimate_s);
-    const Seating seating = Dealer(batch_).run(ways);
-    const Shorts shorts(batch_.problem, all_, ways.size());
+  void add(Tried&& tried) {
+    const auto is_it = [&](const Tried& other) { return other.runs_as(tried); };
+    if (std::none_of(tried_.begin(), tried_.end(), is_it)) tried_.push_back(std::move(tried));
+  }
+
+  // Those behind the first so many; then all, the fastest first.
+  void sketch_from(std::size_t first) {
+    side_by_side(tried_.size() - first, [&](std::size_t i) {
+      Tried& tried = tried_[first + i];
+      if (!tried.dealt) tried.dealt = deal(tried.ways);
+      const Dealt& dealt = *tried.dealt;
+      tried.sketch = sketch(batch_.problem, dealt.small.seating, dealt.shorts, arrangement(tried),
+                            kInfinity);
+    });
+    std::stable_sort(tried_.begin(), tried_.end(), [](const Tried& left, const Tried& right) {
+      return left.sketch.makespan_s < right.sketch.makespan_s;
+    });
+  }
+
+  std::shared_ptr<const Dealt> deal(const std::vector<Way>& ways) const {
+    Seating seating = Dealer(batch_).run(ways);
+    Outline small = outline(seating);
+    return std::make_shared<Dealt>(Dealt{std::move(seating), std::move(small),
+                                         Shorts(batch_.problem, all_, ways.size())});
+  }
+
+  Arrangement arrangement(const Tried& tried) const {
     Rows rows(index(tried.lead), kNoRound);
-    for (std::size_t i = 0; i < seating.rounds.size(); ++i) {
+    for (std::size_t i = 0; i < tried.dealt->seating.rounds.size(); ++i) {
       rows.push_back(static_cast<int64_t>(i));
     }
-    return pipeline_draft(batch_.problem, seating, shorts,
-                          {std::move(rows), batch_.full_s, tried.pack_part_s},
-                          first_shares(seating, shorts.total_s()));
+    return {std::move(rows), batch_.full_s, tried.pack_part_s};
+  }
+
+  // Of the first so many; of more if short sequences are too few for all of these. In small problems
+  // ranks have few sequences, which fill no share exactly: other shares may turn out better.
+  PipelineDraft best_draft() const {
+    const std::size_t num = std::min(num_of_work(kDrafts), tried_.size());
+    std::vector<PipelineDraft> drafts(num > kDrafts ? 2 * num : num);
+    side_by_side(drafts.size(), [&](std::size_t i) {
+      drafts[i] = i < num ? draft_of(tried_[i], tried_[i].sketch.shares)
+                          : draft_of(tried_[i - num], first_shares_of(tried_[i - num]));
+    });
+    PipelineDraft best;
+    for (PipelineDraft& one : drafts) {
+      if (one.makespan_s < best.makespan_s) best = std::move(one);
+    }
+    for (std::size_t i = num; i < tried_.size() && best.makespan_s == kInfinity; ++i) {
+      best = draft_of(tried_[i], first_shares_of(tried_[i]));
+    }
+    return best;
+  }
+
+  std::vector<double> first_shares_of(const Tried& tried) const {
+    return first_shares(tried.dealt->small.seating, tried.dealt->shorts.total_s());
+  }
+
+  // `shares`: by lane; no plan if there are none.
+  PipelineDraft draft_of(const Tried& tried, const std::vector<double>& shares) const {
+    if (shares.empty()) return {};
+    const Dealt& dealt = *tried.dealt;
+    std::vector<double> of_ranks;
+    for (const std::size_t lane : dealt.small.lane_of_rank) of_ranks.push_back(shares[lane]);
+    return pipeline_draft(batch_.problem, dealt.seating, dealt.shorts, arrangement(tried),
+                          std::move(of_ranks));
   }
 
   const Batch& batch_;
   std::vector<Whole> all_;
   std::vector<Menu> menus_;
   int64_t more_;  // P - 1
-  PipelineDraft best_;
+  std::vector<Tried> tried_;
 };
 
 }  // namespace

@@ -76,7 +76,8 @@ Problem with_few_chunks(const Problem& problem) {
 // Improves one decision after the other on sketches, then works out the best ones.
 class Search {
  public:
-  explicit Search(const Batch& batch)
+  // Plans that take to_beat_s are known.
+  explicit Search(const Batch& batch, double to_beat_s = kInfinity)
       : problem_(batch.problem),
         sketched_(with_few_chunks(problem_)),
         order_(batch.order),
@@ -84,17 +85,21 @@ class Search {
         group_(group_size(problem_)),
         unit_s_(batch.full_s),
         mean_s_(batch.share_s),
-        enough_s_(kCloseEnough * batch.bound_s / static_cast<double>(problem_.pipeline_stages)) {}
+        enough_s_(kCloseEnough * batch.bound_s / static_cast<double>(problem_.pipeline_stages)),
+        to_beat_s_(to_beat_s) {}
 
+  // No plan where none is as fast as those that are known.
   Plan run() {
     const int64_t work = kWork * problem_.effort;
     try_choices(first_choices(group_), work / 4);
+    if (ranked_[0].sketch.makespan_s > kHopeless * to_beat_s_) return {};
     for (int round = 0; round < kRounds; ++round) {
       try_around([&](const Choice& from) { return other_deals(from); });
       try_around([&](const Choice& from) { return other_orders(from, group_); });
     }
     PipelineDraft best = best_draft();
-    if (best.plan.num_micro_batches() > 0) return std::move(best.plan);
+    const bool is_beaten = to_beat_s_ < kInfinity;
+    if (best.plan.num_micro_batches() > 0 || is_beaten) return std::move(best.plan);
     // too few short sequences to stand between rings
     sketch_all({{0, kOnAll, Profile::kRising, 0, false}});
     return best_draft().plan;
@@ -162,8 +167,8 @@ class Search {
 
   // The ones that are new, at the same time: each by itself, whatever threads there are.
   void sketch_all(const std::vector<Choice>& choices) {
-    const double hopeless_s =
-        ranked_.empty() ? kInfinity : kHopeless * ranked_[0].sketch.makespan_s;
+    const double least_s = ranked_.empty() ? kInfinity : ranked_[0].sketch.makespan_s;
+    const double hopeless_s = kHopeless * std::min(least_s, to_beat_s_);
     std::vector<Sketched> all;
     for (const Choice& choice : choices) {
       const bool is_known = std::any_of(ranked_.begin(), ranked_.end(), [&](const Sketched& known) {
@@ -247,7 +252,7 @@ class Search {
   // can be.
   PipelineDraft best_draft() const {
     const std::vector<const Sketched*> chosen = to_draft();
-    PipelineDraft best;
+    PipelineDraft best{{}, to_beat_s_};
     for (std::size_t i = 0; i < chosen.size(); i += kDraftsAtOnce) {
       if (kPromising * chosen[i]->sketch.makespan_s >= best.makespan_s) continue;
       std::vector<PipelineDraft> drafts(std::min(kDraftsAtOnce, chosen.size() - i));
@@ -256,7 +261,8 @@ class Search {
         if (one.makespan_s < best.makespan_s) best = std::move(one);
       }
     }
-    for (std::size_t i = 0; i < ranked_.size() && best.plan.num_micro_batches() == 0; ++i) {
+    const bool must = to_beat_s_ == kInfinity;
+    for (std::size_t i = 0; must && i < ranked_.size() && best.plan.num_micro_batches() == 0; ++i) {
       best = draft(ranked_[i]);
     }
     return best;
@@ -270,6 +276,7 @@ class Search {
   double unit_s_;
   double mean_s_;  // of a rank, if all had the same
   double enough_s_;
+  double to_beat_s_;
   std::map<double, Split> splits_;                                     // by the longest left whole
   std::map<std::tuple<std::size_t, std::size_t, bool>, Seats> seats_;  // by unit, deal, groups
   std::vector<Sketched> ranked_;                                       // the fastest first
@@ -348,23 +355,24 @@ class Nested {
 
 namespace {
 
-// Adds a plan in parts; whether no plan of whole micro-batches can be faster.
-bool add_in_parts(const Batch& batch, std::vector<Plan>& plans) {
+// Adds a plan in parts; returns its makespan, infinite if there is none.
+double add_in_parts(const Batch& batch, std::vector<Plan>& plans) {
   const Problem& problem = batch.problem;
   const bool has_parts = may_run_in_parts(problem) || problem.streams;
-  if (!has_parts || problem.model_chunks > 1 || problem.expert_ranks > 1) return false;
+  if (!has_parts || problem.model_chunks > 1 || problem.expert_ranks > 1) return kInfinity;
   PipelineDraft draft = in_parts(batch);
-  const auto stages = static_cast<double>(problem.pipeline_stages);
   plans.push_back(std::move(draft.plan));
-  return stages * draft.makespan_s <= batch.bound_s;
+  return draft.makespan_s;
 }
 
 // Plans of rings that hold all sequences as they are, or by offload.
 void add_of_rings(const Problem& problem, std::vector<Plan>& plans) {
   const Batch batch(problem);
-  if (add_in_parts(batch, plans)) return;
+  const double in_parts_s = add_in_parts(batch, plans);
+  const auto stages = static_cast<double>(problem.pipeline_stages);
+  if (stages * in_parts_s <= batch.bound_s) return;  // no plan of whole micro-batches is faster
   std::future<Plan> nested = std::async([&] { return Nested(batch).run(); });
-  plans.push_back(Search(batch).run());
+  plans.push_back(Search(batch, in_parts_s).run());
   plans.push_back(nested.get());
   plans.push_back(naive(problem));
   if (static_degree(problem) > 0) plans.push_back(static_mesh(problem));

@@ -191,7 +191,7 @@ void outline_round(const Seating& seating, const std::vector<std::size_t>& lanes
       continue;
     }
     const double seconds = ring.alone ? ring.seconds / small.weight[lanes[rank]] : ring.seconds;
-    SeatedRing seated{ring.sequence, ring.place, seconds, ring.alone, {}};
+    SeatedRing seated{ring.sequence, ring.place, seconds, ring.alone, {}, ring.num_parts};
     for (const int32_t member : ring.lanes) {
       seated.lanes.push_back(static_cast<int32_t>(lanes[index(member)]));
     }
