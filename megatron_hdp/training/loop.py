@@ -126,22 +126,31 @@ def _train_step(
 ) -> tuple[StepMetrics, Progress]:
     started = time.perf_counter()
     report = gradients_of_step(job, outputs, progress)
+    require_finite(job, progress, report)
     done = apply_step(job, progress, report, started)
     outputs.end_step(done.step)
     return write_step(job, outputs, done), done.progress()
 
 
 def gradients_of_step(job: TrainingJob, outputs: StepOutputs, progress: Progress) -> StepReport:
-    """Runs the next step, and leaves its gradients, which are finite on all ranks."""
+    """Runs the next step, and leaves its gradients, summed over all ranks."""
     step = progress.iteration + 1
     outputs.begin_step(step)
     for chunk in job.chunks:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
-    report = job.training.run(progress.position)
+    return job.training.run(progress.position)
+
+
+def require_finite(job: TrainingJob, progress: Progress, report: StepReport) -> None:
+    """The vote: whoever passes it has seen that all ranks have whole and finite gradients.
+
+    Raises:
+        NonFiniteError: on every rank: the loss or a gradient is not.
+    """
+    step = progress.iteration + 1
     _require_finite_loss(report, f"step {step}")
     _require_finite_gradients(job, report, step)
-    return report
 
 
 def apply_step(

@@ -36,6 +36,7 @@ from megatron_hdp.training.loop import (
     apply_step,
     gradients_of_step,
     is_done,
+    require_finite,
     require_same_arguments,
     save_if_due,
     validate,
@@ -336,7 +337,9 @@ class _Run:
         self._report = None
         assert self._progress is not None
         self._shards.begin(self._copied)
+        # known before the vote: others may pass it although this rank does not hear of it
         self._report = gradients_of_step(job, outputs, self._progress)
+        require_finite(job, self._progress, self._report)
         self._apply(job)
 
     def _apply(self, job: TrainingJob) -> None:

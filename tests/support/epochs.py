@@ -133,9 +133,10 @@ class SurvivingJob:
         return "".join(f"--- {name}\n{text[-6000:]}" for name, text in self.printed().items())
 
     def steps(self):
-        """Lines of metrics so far."""
+        """Lines of metrics so far, without one that is being written."""
         path = self.arguments.metrics_path
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
 
     def printed(self):
         """What all processes have printed, by member."""

@@ -117,9 +117,15 @@ class Membership:
         return dist.PrefixStore(f"groups/{epoch.number}", self._connect())
 
     def leave(self, vote: Mapping[str, Any]) -> None:
-        """Says what this process has done in its epoch."""
+        """Says what this process has done in its epoch.
+
+        If that is over, its waits are broken for the last time: the listening thread may be late,
+        and what still waits in another thread would hold up the end of its group.
+        """
         with self._lock:
             epoch, self._epoch = self._epoch, None
+            if self.is_over.is_set():
+                self._break_waits()
         assert epoch is not None, "it is in no epoch"
         self._store.set(keys.vote(epoch.number, self.member), json.dumps(vote))
 
