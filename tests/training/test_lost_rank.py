@@ -138,40 +138,41 @@ def test_lost_ranks_are_replaced(run_ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["whole", "sharded"])
 def test_twenty_deaths_and_as_many_joins(run_ranks, tmp_path, how):
-    """Whoever lives through them holds no more in the end than behind the first ones."""
-    steps, deaths, settled = 200, 20, 6
+    """Whoever lives through them holds no more in the end than steps alone make it hold."""
+    steps, undisturbed, deaths, settled = 200, 60, 20, 6
     settings = {"train_iters": steps, "lr_decay_iters": steps, **({}, SHARDED)[how == "sharded"]}
-    killed, held = [], []
+    killed, held = [], {}
 
     def disturb(job):
-        members = job.coordinator.epoch.members
-        if len(members) < 3 or len(job.steps()) < 5 + 9 * len(killed):
+        members, done = job.coordinator.epoch.members, len(job.steps())
+        if done >= undisturbed // 2 and "begun" not in held:
+            held["begun"] = done, *_held_by(job.processes[0].pid)
+        if len(members) < 3 or done < undisturbed + 6 * len(killed) or len(killed) > deaths:
             return
-        if len(killed) >= settled and len(held) < 1 + len(killed) - settled:
-            held.append(_held_by(job.processes[0].pid))
-        if len(killed) < deaths:
-            victim = members[1 + len(killed) % 2]
-            if victim in job.processes:
-                killed.append(victim)
+        if len(killed) in (0, settled, deaths):
+            held[len(killed)] = done, *_held_by(job.processes[0].pid)
+        victim = members[1 + len(killed) % 2]
+        if victim in job.processes:
+            killed.append(victim)
+            if len(killed) <= deaths:
                 job.kill(victim)
 
     job = SurvivingJob(surviving(tmp_path, **settings), 3, tmp_path, replaces=True)
     require_survived(job, job.run(disturb, timeout_s=900))
-    assert len(killed) == deaths and sum("join" in line for line in job.said) >= deaths
+    assert len(killed) > deaths and sum("join" in line for line in job.said) >= deaths
     expected = reference(run_ranks, tmp_path, train_iters=steps, lr_decay_iters=steps)
     require_same_steps(job, expected, within=1e-10)  # what is rounded otherwise grows with steps
-    (memory, descriptors), (last_memory, last_descriptors) = held[0], held[-1]
-    print(
-        f"{len(held) - 1} deaths: {last_memory - memory} bytes, "
-        f"{last_descriptors - descriptors} descriptors"
-    )
-    assert last_memory - memory < 2e6 and last_descriptors - descriptors < 10
+    begun, quiet, first, last = (held[one] for one in ("begun", 0, settled, deaths))
+    of_step = (quiet[1] - begun[1]) / (quiet[0] - begun[0])
+    memory = last[1] - first[1] - of_step * (last[0] - first[0])
+    print(f"{deaths - settled} deaths: {memory:.0f} bytes, {last[2] - first[2]} descriptors")
+    assert memory < 2e6 and last[2] - first[2] < 10
 
 
 def _held_by(process):
-    """Bytes that nobody else has, and descriptors."""
+    """Bytes and descriptors."""
     found = psutil.Process(process)
-    return found.memory_full_info().uss, found.num_fds()
+    return found.memory_info().rss, found.num_fds()
 
 
 @pytest.mark.slow
