@@ -15,8 +15,8 @@ int64_t least_degree(const Problem& problem, int64_t length);
 
 // The least offload ratio at which a slice of that degree fits: 0 if it fits as it is; none if no
 // ratio makes it fit, the host has no memory for what leaves, or that cannot reach it within the
-// forward time of a sequence that has the ring, of ranks of speed 1, to itself. Above the least degree of a sequence there may
-// be degrees without a ratio: their chunks are padded more.
+// forward time of a sequence that has the ring, of ranks of speed 1, to itself. Above the least
+// degree of a sequence there may be degrees without a ratio: their chunks are padded more.
 std::optional<double> offload_ratio(const Problem& problem, int64_t length, int64_t degree);
 
 struct MemoryDegree {
