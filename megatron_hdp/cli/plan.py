@@ -1,7 +1,6 @@
 """``megatron-hdp plan``: plans one global batch of given lengths and says how good the plan is."""
 
 import argparse
-import math
 from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.shared.numbers import above_zero, number, whole
@@ -228,7 +227,7 @@ def _run(arguments: argparse.Namespace) -> int:
         expert_parallel_size=arguments.expert_parallel_size,
         sequence_parts="auto" if arguments.sequence_parts is None else arguments.sequence_parts,
         offload=arguments.offload,
-        host_memory_bytes=1e9 * (arguments.host_memory_gb or math.inf),
+        host_memory_bytes=arguments.host_memory_gb and 1e9 * arguments.host_memory_gb,
         streams=arguments.streams,
         recompute=arguments.recompute,
         effort=arguments.effort,

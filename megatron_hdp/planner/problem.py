@@ -50,7 +50,7 @@ class Arguments(TypedDict, total=False):
     expert_parallel_size: int
     sequence_parts: int | str
     offload: str
-    host_memory_bytes: float
+    host_memory_bytes: float | None
     streams: bool
     recompute: str
     effort: int
@@ -76,7 +76,7 @@ class Problem:
     expert_parallel_size: int = 1
     sequence_parts: int = 1
     offload: str = "off"
-    host_memory_bytes: float = math.inf
+    host_memory_bytes: float | None = None
     streams: bool = False
     recompute: str = "off"
     effort: int = 1
@@ -107,9 +107,7 @@ class Problem:
             found = getattr(self, name)
             if not isinstance(found, str) or found not in OFFLOAD:
                 raise ValueError(f"{name} is {found!r}; expected one of {', '.join(OFFLOAD)}")
-        most = self.host_memory_bytes
-        if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 0:
-            raise ValueError(f"host_memory_bytes is {most!r}; expected a number of bytes")
+        _bytes("host_memory_bytes", self.host_memory_bytes)
         for name in _INTEGERS:
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         _check_parts(self.sequence_parts, self.pipeline)
@@ -160,7 +158,7 @@ class Problem:
             model_chunks=self.pipeline.chunks,
             row_weights=self.pipeline.row_weights,
             offload=self.offload == "auto",
-            host_memory_bytes=float(self.host_memory_bytes),
+            host_memory_bytes=_bytes("host_memory_bytes", self.host_memory_bytes),
             streams=self.streams,
             recompute=self.recompute == "auto",
             effort=self.effort,
@@ -232,6 +230,14 @@ def _list(name: str, values: Any) -> list[Any]:
     if not isinstance(values, list | tuple):
         raise ValueError(f"{name} is {values!r}; expected a list of numbers")
     return list(values)
+
+
+def _bytes(name: str, value: float | None) -> float:
+    """Infinitely many for None."""
+    most = math.inf if value is None else value
+    if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 0:
+        raise ValueError(f"{name} is {most!r}; expected a number of bytes")
+    return float(most)
 
 
 def _integer(name: str, value: int) -> int:

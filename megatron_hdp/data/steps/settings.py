@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron_hdp.arrays import Int64Array
@@ -40,8 +39,8 @@ class PlanSettings:
     """Whether sequences may run as streams."""
     recompute: str = "off"
     """Whether sequences may be recomputed in backward: auto or off."""
-    host_memory_bytes: float = math.inf
-    """That a micro-batch may fill, of an HDP rank."""
+    host_memory_bytes: float | None = None
+    """That a micro-batch may fill, of an HDP rank; None: no limit."""
     window: int | None = None
     """Tokens that a query sees in layers with a window, for a step's sums; no plan asks for it."""
 

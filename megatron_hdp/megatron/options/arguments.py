@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from megatron_hdp.megatron.options.groups import (
@@ -49,10 +48,10 @@ class TrainingArguments(
         return is_spread and self.hdp_optimizer_copies == "on"
 
     @property
-    def host_memory_bytes(self) -> float:
+    def host_memory_bytes(self) -> float | None:
         """That a micro-batch may fill on all stages of an HDP rank, with as many others as wait."""
         if self.hdp_host_memory_gb is None:
-            return math.inf
+            return None
         chunks, stages = num_model_chunks(self), self.pipeline_model_parallel_size
         num_gpus = stages * self.tensor_model_parallel_size
         alive = waiting_passes(0, stages, chunks) / chunks

@@ -1,6 +1,5 @@
 """Several steps of several strategies, and how much faster each is than the static mesh."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +53,7 @@ class Setting:
     streams: bool = False
     recompute: str = "off"
     offload: str = "off"
-    host_memory_bytes: float = math.inf
+    host_memory_bytes: float | None = None
     machine: Machine = field(default_factory=Machine)
     job: Job | None = None
     """For memory and MFU; None: neither is known."""
