@@ -35,8 +35,8 @@ bool width_costs(const CostModel& cost);
 struct Links {
   double bytes_per_s = 0;  // of each member
   double hop_s = 0;        // latency of a hop, all layers
-  double home_s_per_byte =
-      0;  // of a hop: gradients go home to another node in one piece, on one link
+  // Of a hop: gradients go home to another node in one piece, on one link.
+  double home_s_per_byte = 0;
 
   bool operator==(const Links& other) const {
     return bytes_per_s == other.bytes_per_s && hop_s == other.hop_s &&

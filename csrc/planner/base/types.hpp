@@ -106,7 +106,7 @@ struct Problem {
   // Share of a micro-batch's time of each part, of sum 1; part c P + s is chunk c of stage s.
   // Empty: all are equal.
   std::vector<double> row_weights;
-  bool offload = false;        // activations may go to host memory
+  bool offload = false;  // activations may go to host memory
   double host_memory_bytes = kInfinity;  // that a micro-batch may fill there, on a rank
   bool streams = false;        // sequences may stream, see base/stream.hpp
   bool recompute = false;      // sequences may be recomputed in backward, see base/memory.hpp

@@ -164,8 +164,8 @@ double computed_again_s(const Problem& problem, int64_t length) {
 }
 
 // g, and as many blocks as a sequence needs ranks, for every C tokens, of which with offload, or
-// recomputed, a rank may hold more; and merging, of which all members of a ring together have (D -
-// 1) merge_b s.
+// recomputed, a rank may hold more; and merging, of which all members of a ring together have
+// (D - 1) merge_b s.
 double least_fixed_s(const Problem& problem) {
   const int64_t whole = whole_tokens(problem);
   double tokens = 0;
