@@ -281,7 +281,7 @@ class Heartbeat:
             reason = self._stalled(limit_s)
         if reason is None:
             return None
-        self._tell(reason)
+        reason = self._tell(reason)
         stack = "".join(traceback.format_stack(sys._current_frames()[self._watched]))
         waited = f"has waited {status.still_s:.0f} s for other ranks"
         return f"{waited}: {reason}\nstack of rank {self._rank}, which waits:\n{stack}"
@@ -316,8 +316,7 @@ class Heartbeat:
             reason = self._others.failure or self._missing()
         if reason is None:
             reason = self._stalled(0) or "communication failed, and no rank is known to be at fault"
-        self._tell(reason)
-        return reason
+        return self._tell(reason)
 
     def _missing(self, silence: int = _MISSED_BY_THE_DEAD) -> str | None:
         """Names ranks that died, stopped or left, the one that holds the store among them."""
@@ -332,8 +331,8 @@ class Heartbeat:
             return None
         return stalled_ranks(self._others.everyone(), patience_s)
 
-    def _tell(self, text: str) -> None:
-        self._others.tell(text, _MISSED_BY_THE_DEAD * self._interval_s)
+    def _tell(self, text: str) -> str:
+        return self._others.tell(text, _MISSED_BY_THE_DEAD * self._interval_s)
 
 
 def is_communication_error(error: BaseException | None) -> bool:

@@ -75,12 +75,15 @@ class HeartbeatStore:
         self._is_abandoned = True
         self._wake.set()
 
-    def tell(self, text: str, timeout_s: float) -> None:
-        """Gives all ranks `text` as the reason to end; the first one told in the job holds."""
+    def tell(self, text: str, timeout_s: float) -> str:
+        """Gives all ranks `text` as the reason to end; returns the one told first, which holds."""
         self._told.clear()
         self._to_tell = text
         self._wake.set()
-        self._told.wait(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not self._told.wait(self._interval_s / 50) and time.monotonic() < deadline:
+            pass
+        return self.failure or text
 
     def want_everyone(self, wanted: bool) -> None:
         """Begins or ends to read every rank's heartbeat."""
@@ -159,16 +162,17 @@ class HeartbeatStore:
             time.sleep(self._interval_s / 50)
 
     def _exchange(self, is_last: bool) -> None:
+        text, self._to_tell = self._to_tell, None
+        if text is not None:  # first: nobody shall see that this rank left and not why
+            self._store.compare_set("failure", _NO_FAILURE, text)
         status = replace(self.status, beat=self._beats, left=is_last)
         self._store.set(_key(self._rank), status.to_json())
-        if self._to_tell is not None:
-            self._store.compare_set("failure", _NO_FAILURE, self._to_tell)
-            self._to_tell = None
-            self._told.set()
         failure = self._store.get("failure").decode()
         if failure != _NO_FAILURE and self.failure is None:
             self.failed_at = time.monotonic()
             self.failure = failure
+        if text is not None:
+            self._told.set()
         if self._reads_everyone():
             self._listen()
         else:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_hdp.runtime.clocks import DeviceClock
 from megatron_hdp.runtime.gathering import EveryRankError
 from megatron_hdp.runtime.health import CallsHeartbeat, calls, heartbeat, store
+from megatron_hdp.runtime.health.diagnosis import Status
 from megatron_hdp.runtime.health.heartbeat import Heartbeat, RankFailure, is_communication_error
 from megatron_hdp.runtime.timeline import (
     CHECKPOINT,
@@ -283,6 +284,31 @@ def test_failed_communication_with_all_alive_names_the_rank_that_does_not_wait()
         ranks[0].join(120)
         assert "rank 1 (host " in ended(ranks[2])
     assert "stalled while 2 of 3 ranks wait: rank 1 (host " in str(ranks[0].error)
+
+
+def test_all_ranks_give_the_reason_that_was_told_first():
+    """One that had not heard it yet would blame the rank that knew better and left."""
+    stores, memory = [], dist.HashStore()
+    for rank in range(2):
+        status = Status("node", 2, "forward", "f, a.py:1", waits=True, still_s=1.0)
+        stores.append(store.HeartbeatStore(memory, rank, 2, INTERVAL_S, status))
+    first, second = stores
+    first.start()
+    assert first.tell("rank 3 stalled", 60) == "rank 3 stalled"
+    second.start()
+    assert second.tell("rank 0 has left", 60) == "rank 3 stalled"
+    for one in stores:
+        one.stop(60)
+
+
+def test_who_leaves_has_told_why_before():
+    status = Status("node", 2, "forward", "f, a.py:1", waits=True, still_s=1.0)
+    others = store.HeartbeatStore(dist.HashStore(), 1, 2, INTERVAL_S, status)
+    seen, real = [], others._store
+    others._store = mock.Mock(wraps=real, set=lambda *_: seen.append(real.get("failure")))
+    others._to_tell = "rank 0 stalled"
+    others._exchange(is_last=True)
+    assert seen == [b"rank 0 stalled"]
 
 
 def test_leaving_in_order_ends_nobody():
