@@ -1,10 +1,8 @@
 """Training that survives: ranks die and join, the steps stay the same.
 
-A rank runs epoch after epoch. When one ends, because a member died or others join, it says which
-step it has applied, hears who is in the next one, makes all groups anew and continues: with the
-step that ran, or behind it if somebody has applied it. Whoever has applied a step has seen all
-ranks with whole gradients of it, so the others apply theirs. Where ranks hold shards of the
-optimizer, all go back to the newest version of which every shard is left.
+A rank runs epoch after epoch. When one ends, because a member died or others join, it makes all
+groups anew and continues (`megatron.world.Recovery`): with the step that ran, or behind it if
+somebody has applied it.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import Corpus
 from megatron_hdp.megatron import parallel
@@ -24,13 +20,10 @@ from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.optimizer import build_optimizer
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import HdpSteps, StepReport, build_executor, loaders_spec
-from megatron_hdp.megatron.world import World, give_state
-from megatron_hdp.overrides import Overrides
-from megatron_hdp.runtime.epochs import Epoch, Membership, Terms
-from megatron_hdp.runtime.gathering import gathered
+from megatron_hdp.megatron.world import EpochEnds, Recovery
+from megatron_hdp.runtime.epochs import Epoch, Membership
 from megatron_hdp.runtime.health import Heartbeat, RankFailure, StopSignals
 from megatron_hdp.runtime.timeline import CHECKPOINT, START, Timeline
-from megatron_hdp.training.before_commit import BeforeCommit
 from megatron_hdp.training.loop import (
     StepDone,
     apply_step,
@@ -44,7 +37,6 @@ from megatron_hdp.training.loop import (
 )
 from megatron_hdp.training.metrics import StepMetrics, log_line
 from megatron_hdp.training.step_outputs import StepOutputs
-from megatron_hdp.training.surviving_shards import SurvivingShards
 from megatron_hdp.training.training_job import (
     Model,
     TrainingJob,
@@ -53,13 +45,6 @@ from megatron_hdp.training.training_job import (
     open_corpora,
 )
 
-_NOTICE_S = 20.0
-"""How long failed communication may remain without a word of the agent's."""
-
-
-class EpochEnds(Exception):
-    """Others join: the epoch ends between two steps."""
-
 
 @dataclass
 class Shared:
@@ -67,9 +52,6 @@ class Shared:
 
     progress: Progress
     order: DataOrder
-    identities: tuple[int, ...]
-    """Members that stood for the HDP ranks of the epoch before, in their order."""
-    scheduler: dict[str, Any]
     counts: list[dict[str, Any]]
     """What steps of training and of validation had counted, see `HdpSteps.kept`."""
 
@@ -94,91 +76,59 @@ def pretrain(arguments: TrainingArguments, membership: Membership) -> list[StepM
             except RankFailure:
                 raise
             except RuntimeError as error:
-                run.require_survivable(error)
-            epoch = run.leave(epoch)  # behind the block, which holds what the step has kept
+                run.recovery.require_survivable(error)
+            epoch = run.recovery.leave(epoch)  # behind the block, which holds what the step kept
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A step that may have to be gone back to: what is known of the state behind it."""
+class _Behind:
+    """The state behind a step."""
 
     progress: Progress
     done: StepDone | None
-    scheduler_steps: int
-    before: BeforeCommit
+    """None: behind the one that this process has begun or joined with."""
 
 
 class _Run:
-    """What one rank carries from epoch to epoch."""
+    """What one rank carries from epoch to epoch: the loop of its `recovery`."""
 
     def __init__(
         self, arguments: TrainingArguments, membership: Membership, signals: StopSignals
     ) -> None:
         self._arguments = arguments
-        self._membership = membership
         self._signals = signals
         self._timeline = Timeline()
-        self._heartbeat: Heartbeat | None = None
+        self.recovery = Recovery(arguments, membership, self._timeline, self)
+        self._shards = self.recovery.shards
         self._executor: HdpExecutor | None = None
         self._job: TrainingJob | None = None
-        self._before: BeforeCommit | None = None
         self._report: StepReport | None = None
         self._started = 0.0
         self._latest: StepDone | None = None
         self._is_written = True
         self._records: dict[int, StepMetrics] = {}
-        self._shards = SurvivingShards(arguments)
-        self._copied = 0
-        """The newest version that all ranks' neighbours have of their shards."""
-        self._kept: dict[int, _Kept] = {}
         self._counts: list[dict[str, Any]] = []
         self._progress: Progress | None = None  # None: of a joiner
         self._order: DataOrder | None = None
-        self._identities: tuple[int, ...] = ()
 
     def begin(self) -> Epoch:
         """Builds the model: in the first epoch's groups, or alone with those that join with it."""
-        together = self._membership.joins_with
-        if not together:
-            epoch = self._membership.first()
-            self._enter_groups(epoch)
-            self._build()
-            return epoch
-        store = self._membership.store_of_joiners()
-        place = parallel.JobPlace(store, together.index(self._membership.member), len(together))
-        parallel.enter_job(self._arguments, place)
+        epoch = self.recovery.join()
         self._build()
-        self._world.leave()
-        return self._membership.first()
-
-    def _enter_groups(self, epoch: Epoch) -> None:
-        store = self._membership.enter(epoch, self._calm)
-        rank = epoch.members.index(self._membership.member)
-        place = parallel.JobPlace(store, rank, len(epoch.members))
-        if epoch.number == 0:
-            parallel.enter_job(self._arguments, place)
-        else:
-            self._executor = self._world.enter(place)
-            # the learning rate of the step that was gone back to
-            self._model.scheduler.step(increment=0)
+        return self.recovery.admitted() if epoch is None else epoch
 
     def _build(self) -> None:
         arguments = self._arguments
         parallel.initialise(arguments)
         parallel.set_seeds(arguments.seed)
-        self._model = Model.build(arguments)
-        chunks = self._model.chunks
-        self._world = World(
-            arguments, self._timeline, chunks, lambda parts: build_optimizer(arguments, parts)
+        self._model = model = Model.build(arguments)
+        self.recovery.hold(
+            model.chunks,
+            model.optimizer,
+            model.scheduler,
+            lambda chunks: build_optimizer(arguments, chunks),
         )
-        self._world.optimizer = self._model.optimizer
-        self._world.require_movable()
         self._corpora: dict[str, Corpus] = open_corpora(arguments)
-
-    def _calm(self) -> None:
-        """Before the waits of this rank are broken: that is no reason to end."""
-        if self._heartbeat is not None:
-            self._heartbeat.abandon()
 
     def take_part(self, epoch: Epoch) -> list[StepMetrics]:
         """Trains in an epoch, to the end of training.
@@ -189,7 +139,7 @@ class _Run:
         """
         arguments = self._arguments
         if epoch.number and self._executor is None:
-            self._enter_groups(epoch)
+            self._executor = self.recovery.enter(epoch)
         heartbeat = Heartbeat.of_job(
             self._timeline,
             stall_timeout_s=arguments.stall_timeout_seconds,
@@ -197,7 +147,7 @@ class _Run:
             asked_to_end=self._signals.received,
         )
         heartbeat.__enter__()
-        self._heartbeat = heartbeat
+        self.recovery.heartbeat = heartbeat
         with self._timeline.span(START):
             job = self._make_job(epoch)
         assert self._progress is not None
@@ -228,10 +178,10 @@ class _Run:
     def _make_job(self, epoch: Epoch) -> TrainingJob:
         """What runs the steps of an epoch; in the first one a checkpoint is loaded."""
         arguments, model = self._arguments, self._model
+        recovery = self.recovery
         if epoch.number:
-            self._share()
-            assert self._progress is not None
-            self._shards.enter(epoch, model, self._progress.iteration)
+            recovery.share()
+            recovery.make_shards(epoch)
             if epoch.is_last:
                 self._save_and_end(epoch)
         else:
@@ -244,14 +194,15 @@ class _Run:
         job = self._job
         job.training, job.validation = training, validation
         steps = [training, *([validation] if validation is not None else [])]
-        before, self._identities = self._identities, _identities(epoch, training.place)
+        places = recovery.moved(epoch, training)
         if epoch.number == 0:
             self._progress = job.load()
             self._order = job.state.order
-            self._shards.enter(epoch, model, self._progress.iteration)
+            recovery.version = self._progress.iteration
+            recovery.make_shards(epoch)
             self._shards.settle()
             if parallel.is_first_rank():
-                self._membership.offer(self._terms(training))
+                recovery.membership.offer(recovery.terms(training))
         else:
             assert self._progress is not None and self._order is not None
             job.state.order = self._order
@@ -260,99 +211,49 @@ class _Run:
                     one.follow(self._order)
             for one, counts in zip(steps, self._counts, strict=True):
                 one.put_back(counts)
-            places = [before.index(one) if one in before else None for one in self._identities]
             position = training.moved(self._progress.position, places)
             self._progress = replace(self._progress, position=position)
             job.checkpoints.enter(self._progress)
-        self._keep(BeforeCommit(model.chunks, steps), self._latest)
+        self._keep(steps)
         return job
 
-    def _keep(self, before: BeforeCommit, done: StepDone | None) -> None:
-        """Notes the state behind the latest step; with shards, back to one that all hold whole."""
-        assert self._progress is not None
-        self._before, self._counts, self._latest = before, before.counts(), done
-        version = self._progress.iteration
-        scheduler_steps = self._model.scheduler.num_steps
-        self._kept[version] = _Kept(self._progress, done, scheduler_steps, before)
-        least = min(version, self._copied) if self._shards.is_spread else version
-        for old in [one for one in self._kept if one < least]:
-            del self._kept[old]
-
-    def _terms(self, training: HdpSteps) -> Terms:
-        place = training.place
-        terms = Terms(
-            least=training.least_ranks(),
-            replica=place.num_tensor_ranks * place.num_stages,
-            stages=place.num_stages,
-            pause_s=self._arguments.hdp_survive_pause_seconds,
-        )
-        parallel.say(
-            f"survives the loss of up to {place.num_hdp_ranks - terms.least} of "
-            f"{place.num_hdp_ranks} HDP ranks: the longest sequence needs {terms.least}"
-        )
-        return terms
-
-    def _share(self) -> None:
-        """Gives joiners what the others have, who are all at the same step."""
-        mine = None if self._progress is None else self._progress.iteration
-        known = gathered((mine, self._is_written))
-        everyone = [one for one, _ in known]
-        if not any(one is not None for one in everyone):
-            raise RankFailure("nobody is left who was at a step: start again from a checkpoint")
-        assert len({one for one in everyone if one is not None}) == 1, everyone
-        self._is_written = all(is_written for _, is_written in known)
-        if None not in everyone:
-            return
-        source = next(rank for rank, one in enumerate(everyone) if one is not None)
-        model = self._model
-        shared: list[Any] = [None]
-        if dist.get_rank() == source:
-            assert self._progress is not None and self._order is not None
-            shared[0] = Shared(
-                self._progress,
-                self._order,
-                self._identities,
-                model.scheduler.state_dict(),
-                self._counts,
-            )
-        dist.broadcast_object_list(shared, source, device=parallel.compute_device())
-        hdp_rank = source // self._arguments.tensor_model_parallel_size
-        is_spread = self._shards.is_spread
-        give_state(model.chunks, None if is_spread else model.optimizer, hdp_rank)
-        if mine is None:
-            found = shared[0]
-            self._progress, self._order = found.progress, found.order
-            self._identities, self._counts = found.identities, found.counts
-            model.scheduler.load_state_dict(found.scheduler)
+    def _keep(self, steps: list[HdpSteps]) -> None:
+        """Notes the state behind the latest step."""
+        progress, done = self._progress, self._latest
+        assert progress is not None
+        norm = None if done is None else done.grad_norm
+        self.recovery.keep(progress.iteration, _Behind(progress, done), steps, norm)
+        self._counts = self.recovery.counts()
 
     def _agreed(self) -> tuple[Any, bool]:
         """A signal that asks to end, and whether the epoch ends, on all ranks alike."""
-        more = self._membership.leaves_next, -self._shards.complete
+        more = self.recovery.membership.leaves_next, -self._shards.complete
         stop, (leaves, lag) = self._signals.agreed_with(more, parallel.compute_device())
-        self._copied = -lag
+        self.recovery.copied = -lag
         return stop, bool(leaves)
 
     def _run_step(self, job: TrainingJob, outputs: StepOutputs) -> None:
         self._started = time.perf_counter()
         self._report = None
         assert self._progress is not None
-        self._shards.begin(self._copied)
+        self._shards.begin(self.recovery.copied)
         # known before the vote: others may pass it although this rank does not hear of it
         self._report = gradients_of_step(job, outputs, self._progress)
         require_finite(job, self._progress, self._report)
-        self._apply(job)
+        self.apply()
 
-    def _apply(self, job: TrainingJob) -> None:
+    def apply(self) -> None:
         """The commit: from here on the step counts, on this rank and so on all."""
-        assert self._progress is not None and self._report is not None
+        job, progress = self._job, self._progress
+        assert job is not None and progress is not None
+        assert self._report is not None, "others have seen this rank's gradients whole"
         self._shards.before_change()
-        done = apply_step(job, self._progress, self._report, self._started)
+        self._latest = done = apply_step(job, progress, self._report, self._started)
         self._progress = done.progress()
         self._shards.take(done.step)
         self._is_written = False
         steps = (job.training, job.validation)
-        found = [one for one in steps if isinstance(one, HdpSteps)]
-        self._keep(BeforeCommit(job.chunks, found), done)
+        self._keep([one for one in steps if isinstance(one, HdpSteps)])
         self._report = None
 
     def _end_step(self, job: TrainingJob, outputs: StepOutputs) -> tuple[Any, bool]:
@@ -374,63 +275,15 @@ class _Run:
         self._is_written = True
         return stop, is_over
 
-    def require_survivable(self, error: RuntimeError) -> None:
-        """Returns if the epoch is over, which explains why communication failed; else raises."""
-        if not self._membership.is_over.wait(_NOTICE_S):
-            raise error
+    def go_back(self, state: _Behind) -> None:
+        """Returns to an older step, which all have written."""
+        self._progress, self._latest, self._is_written = state.progress, state.done, True
 
-    def leave(self, epoch: Epoch) -> Epoch:
-        """Leaves an epoch; returns the one that follows.
-
-        Raises:
-            NotNamedError: that is without this rank.
-        """
-        if self._heartbeat is not None:
-            self._heartbeat.abandon()
-            self._heartbeat = None
-        assert self._progress is not None or epoch.number, "a joiner has no first epoch"
-        vote: dict[str, Any] = {"step": -1, "norm": None, "versions": self._shards.leave()}
-        if self._progress is not None:
-            norm = None if self._latest is None else self._latest.grad_norm
-            vote |= {"step": self._progress.iteration, "norm": norm}
-        self._membership.leave(vote)
-        following, votes = self._membership.settled(epoch)
-        if self._shards.is_spread:
-            self._go_back(epoch, following, votes)
-        else:
-            self._catch_up(max(votes.values(), key=lambda one: one["step"]))
-        if self._before is not None:
-            self._before.put_back(self._model.chunks)
-        self._drop_steps()
-        self._executor = None
-        self._world.leave()
-        return following
-
-    def _go_back(self, epoch: Epoch, following: Epoch, votes: dict[int, dict[str, Any]]) -> None:
-        """To the newest step of which every part of the optimizer is left.
-
-        Raises:
-            RankFailure: there is none.
-        """
-        left = {member: one for member, one in votes.items() if member in following.members}
-        stages = self._arguments.pipeline_model_parallel_size
-        version = self._shards.choose(epoch, stages, left, self._membership.member)
-        if version is None:
-            raise RankFailure(
-                f"{following.why}: a part of the optimizer is lost that no other rank has a copy "
-                "of: the job ends, start it again from its latest checkpoint"
-            )
-        if self._progress is None:
-            return  # it never was at a step
-        kept = self._kept[version]
-        if version < self._progress.iteration:
-            self._is_written = True
-        self._progress, self._latest, self._before = kept.progress, kept.done, kept.before
-        self._counts = kept.before.counts()
-        self._model.scheduler.num_steps = kept.scheduler_steps  # without an optimizer by now
-
-    def _drop_steps(self) -> None:
+    def drop(self) -> None:
         """Ends what prepares steps, and lets go of all that is bound to the epoch's groups."""
+        self._executor = None
+        if self._progress is not None:
+            self._counts = self.recovery.counts()
         if self._job is None:
             return
         for name in ("training", "validation"):
@@ -438,16 +291,23 @@ class _Run:
             if steps is not None:
                 steps.close()
 
-    def _catch_up(self, ahead: dict[str, Any]) -> None:
-        """Applies a step that another rank has applied: so all gradients of it were whole."""
-        if self._progress is None or self._progress.iteration >= ahead["step"]:
-            return
-        assert self._report is not None, "the other has seen this rank's gradients whole"
-        job = self._job
-        assert job is not None
-        with Overrides() as overrides:  # all that the optimizer would ask others for
-            overrides.set(job.optimizer, "get_grad_norm", lambda: ahead["norm"])
-            self._apply(job)
+    def word(self) -> bool:
+        """Whether this rank has written the latest step."""
+        return self._is_written
+
+    def hear(self, words: list[bool]) -> None:
+        """What not all have written is written again."""
+        self._is_written = all(words)
+
+    def shared(self) -> Shared:
+        """For those who join."""
+        assert self._progress is not None and self._order is not None
+        return Shared(self._progress, self._order, self._counts)
+
+    def take_over(self, shared: Shared) -> None:
+        """As one who joins."""
+        self._progress, self._order = shared.progress, shared.order
+        self._counts = shared.counts
 
     def _save_and_end(self, epoch: Epoch) -> None:
         """Too few are left for a step."""
@@ -457,11 +317,6 @@ class _Run:
         job.checkpoints.save(progress)
         job.checkpoints.close()
         raise RankFailure(f"{epoch.why}: the job ends after iteration {progress.iteration}")
-
-
-def _identities(epoch: Epoch, place: parallel.RankPlace) -> tuple[int, ...]:
-    """The first member of each HDP rank, which stands for it."""
-    return epoch.members[: place.num_hdp_ranks * place.num_tensor_ranks : place.num_tensor_ranks]
 
 
 def _require_known(arguments: TrainingArguments) -> None:

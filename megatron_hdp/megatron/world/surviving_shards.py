@@ -14,7 +14,6 @@ from megatron_hdp.megatron.optimizer import Chosen, Held, ShardCopies, choose_co
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.runtime.epochs import Epoch
 from megatron_hdp.runtime.gathering import gathered
-from megatron_hdp.training.training_job import Model
 
 
 class SurvivingShards:
@@ -31,7 +30,7 @@ class SurvivingShards:
         self._held: Held | None = None
         self._chosen: Chosen | None = None
 
-    def enter(self, epoch: Epoch, model: Model, version: int) -> None:
+    def enter(self, epoch: Epoch, optimizer: Any, chunks: list[Any], version: int) -> None:
         """Puts this rank's shard of a version together, if some is chosen, and begins to copy.
 
         Every rank of the epoch must call this, once its optimizer is made.
@@ -46,10 +45,10 @@ class SurvivingShards:
         hosts = [hosts_by_rank[rank] for rank in place]
         if self._chosen is not None or epoch.number:
             chosen = self._agreed_choice(place)
-            restore(self._held, chosen, model.optimizer, model.chunks, group, hosts)
+            restore(self._held, chosen, optimizer, chunks, group, hosts)
         self._copies = ShardCopies(
-            model.optimizer,
-            model.chunks,
+            optimizer,
+            chunks,
             [epoch.members[rank] for rank in place],
             hosts=hosts,
             place_group=group,
