@@ -1,6 +1,7 @@
-"""A node's agent: starts ranks, sees them end within milliseconds, starts others in their place.
+"""The agent of a job's first node: starts ranks, sees them end within milliseconds, replaces them.
 
-It holds the job's store, and names epochs (`Coordinator`). Ranks that lose it end.
+It holds the job's store, and names epochs (`Coordinator`). Ranks, and agents of other nodes, that
+lose it end. Ranks of other nodes are started and ended through these nodes' agents.
 """
 
 from __future__ import annotations
@@ -8,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
 
@@ -21,145 +20,254 @@ import torch.distributed as dist
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.launching.coordinator import Coordinator
 from megatron_hdp.launching.node_ranks import Ended, NodeRanks
+from megatron_hdp.launching.other_nodes import OtherNode, OtherNodes
+from megatron_hdp.launching.plan import GRACE_S, LOOK_S, SIGNALS, STOPPED_S, LaunchPlan, say
+from megatron_hdp.launching.wire import Arrival
 from megatron_hdp.runtime.epochs import keys
 
-_LOOK_S = 0.01
-_GRACE_S = 30.0
-_JOIN_STORE_S = 300.0
-_STOPPED_S = 10.0
+_STORE_S = 300.0
+_LOCAL = "127.0.0.1"  # it listens at all addresses
+_FIRST = 0
 FINAL = (ExitCode.MISTAKE, ExitCode.BLAMES_ANOTHER)
 """Exit codes of a rank that knows that the job cannot continue."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """What is started, where."""
-
-    command: tuple[str, ...]
-    """Of one rank."""
-    num_ranks: int
-    address: str
-    """Where ranks find the store."""
-    port: int
-    """Where the store listens; 0: at a free one."""
-    max_replacements: int
-    """Processes that are started in the place of others, over the whole job."""
 
 
 class Agent:
-    """That of a job of one node; see the module.
+    """That of a job's first node; see the module.
 
     Args:
         plan: what is started.
+
+    Raises:
+        ValueError: the store's port is in use.
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
-        self._store = dist.TCPStore(
-            plan.address,
-            plan.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_JOIN_STORE_S),
-        )
-        world_size = plan.num_ranks
-        environment = {
+        try:
+            self._store = dist.TCPStore(
+                _LOCAL,
+                plan.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=_STORE_S),
+            )
+        except dist.DistNetworkError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"found that port {plan.port} cannot be listened at ({reason}), expected a free "
+                "one: give another --rdzv-endpoint"
+            ) from error
+        world_size = plan.num_nodes * plan.num_ranks
+        self._environment = {
             "WORLD_SIZE": str(world_size),
-            "GROUP_RANK": "0",
             "MASTER_ADDR": plan.address,
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_RUN_ID": uuid.uuid4().hex[:8],
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            keys.NODE_TIMEOUT: str(plan.node_timeout_s if plan.num_nodes > 1 else 0),
+        }
+        own = {
+            "GROUP_RANK": str(_FIRST),
+            keys.HOST: keys.own_host(),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
-        self._ranks = NodeRanks(plan.command, plan.num_ranks, environment)
-        self._coordinator = Coordinator(self._store, range(world_size), _say)
+        self._ranks = NodeRanks(plan.command, plan.num_ranks, own)
+        arrival = Arrival(keys.own_host(), plan.num_nodes, plan.num_ranks)
+        self._others = OtherNodes(self._store, arrival, plan.node_timeout_s, say)
+        self._coordinator = Coordinator(self._store, range(world_size), say)
         self._next_member = world_size
         self._num_replaced = 0
-        self._asked_to_end = False
+        self._leaving: set[int] = set()
+        self._asked_to_end = 0
 
     def run(self) -> int:
         """Starts the ranks and returns the job's exit code once they have ended."""
-        before = {number: signal.signal(number, self._pass_on) for number in _SIGNALS}
+        before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+        code: int = ExitCode.FAILED
         try:
-            for rank in range(self._plan.num_ranks):
-                self._ranks.start(rank, rank, {"RANK": str(rank), keys.MEMBER: str(rank)})
-            return self._watch()
+            code = self._wait_for_nodes()
+            if not code:
+                for rank in range(self._plan.num_nodes * self._plan.num_ranks):
+                    node, slot = divmod(rank, self._plan.num_ranks)
+                    self._start(rank, node, slot, {"RANK": str(rank)})
+                code = self._watch()
+            return code
         finally:
-            self._ranks.end(_GRACE_S)
+            self._end(code)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _wait_for_nodes(self) -> int:
+        """Returns an exit code if the job does not begin, else 0."""
+        deadline = time.monotonic() + self._plan.join_s
+        while True:
+            self._others.look()
+            if self._others.misfit:
+                say(self._others.misfit)
+                return ExitCode.MISTAKE
+            if not self._others.missing:
+                return ExitCode.DONE
+            if self._asked_to_end:
+                return ExitCode.INTERRUPTED
+            if time.monotonic() > deadline:
+                say(
+                    f"found no agent of {self._others.missing_words()} for {self._plan.join_s:g} "
+                    f"s, expected {self._plan.num_nodes} nodes: start megatron-hdp launch on each"
+                )
+                return ExitCode.BLAMES_ANOTHER
+            time.sleep(LOOK_S)
+
     def _watch(self) -> int:
         coordinator = self._coordinator
-        worst = 0
+        worst, survived = 0, False
         while True:
             survives = coordinator.begin()
+            if survives and not survived:
+                survived = True
+                for node in self._others.present.values():
+                    node.survive()
             if survives:
-                for member in self._ranks.give_up_stopped(_STOPPED_S):
-                    _say(f"member {member} was stopped for {_STOPPED_S:.0f} s: it is given up")
-            for ended in self._ranks.ended():
+                for member in self._ranks.give_up_stopped(STOPPED_S):
+                    say(f"member {member} was stopped for {STOPPED_S:.0f} s: it is given up")
+            for ended in self._ended():
                 is_member = coordinator.is_member(ended.member)
                 for mate in coordinator.note(ended):
-                    self._ranks.kill(mate)
+                    self._kill(mate)
                 if ended.code and is_member:
                     worst = worst or _code_of(ended)
                     if not survives or ended.code in FINAL:
-                        _say(f"{ended.words()}: the job ends")
+                        say(f"{ended.words()}: the job ends")
                         return worst
             if coordinator.is_done():
                 return ExitCode.DONE
             if not any(map(coordinator.is_member, coordinator.epoch.members)):
                 return worst or ExitCode.FAILED
+            self._heed_signals(survives)
             if survives:
                 coordinator.look()
                 for member in coordinator.late():
-                    _say(f"member {member} did not leave its epoch: it is given up")
-                    self._ranks.kill(member)
+                    say(f"member {member} held the others up for too long: it is given up")
+                    self._kill(member)
+                self._let_go()
                 self._replace()
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
+
+    def _ended(self) -> Iterator[Ended]:
+        """Processes of all nodes that have ended; those of a lost node all at once."""
+        yield from self._ranks.ended()
+        for node in self._others.look():
+            say(f"{node.why_lost}: all that runs there is given up")
+            self._leaving.discard(node.number)
+            yield from node.ended()
+        for node in self._others.present.values():
+            yield from node.ended()
+
+    def _heed_signals(self, survives: bool) -> None:
+        """Those that came to agents of other nodes, each of which has passed its own on."""
+        for node in self._others.present.values():
+            signals, node.signals = node.signals, []
+            for number in signals:
+                if number != signal.SIGTERM or not survives:
+                    self._asked_to_end = number
+                elif self._asked_to_end:
+                    node.send(number)
+                else:
+                    self._drain(node)
+
+    def _drain(self, node: OtherNode) -> None:
+        """A node is to be left, as one does that is pre-empted: its ranks leave behind the step."""
+        why = f"{node.name} leaves, which got SIGTERM"
+        members = [one for one in node.members if self._coordinator.is_member(one)]
+        if not self._coordinator.leave(members, why):
+            say(f"{why}: too few HDP ranks would be left: the job ends, and saves first")
+            self._pass_on(signal.SIGTERM, None)
+            return
+        say(why)
+        self._leaving.add(node.number)
+        for member in set(node.members) - set(members):
+            node.kill(member)
+
+    def _let_go(self) -> None:
+        """Ends agents of nodes whose ranks have left."""
+        for number in list(self._leaving):
+            node = self._others.present[number]
+            if not node.members:
+                node.end(ExitCode.DONE, "this node has left the job, which goes on without it")
+                self._others.drop(number)
+                self._leaving.discard(number)
 
     def _replace(self) -> None:
         """Starts an HDP rank's processes where others have ended, if it may."""
         terms = self._coordinator.terms
         assert terms is not None
-        wanted = self._plan.num_ranks // terms.replica
+        wanted = self._plan.num_nodes * self._plan.num_ranks // terms.replica
         while (
             self._coordinator.num_coming < wanted
             and not self._asked_to_end
             and not self._coordinator.epoch.is_last
             and self._num_replaced + terms.replica <= self._plan.max_replacements
         ):
-            slots = self._ranks.free_slots()
-            if len(slots) < terms.replica:
+            places = self._free_places(terms.replica, terms.stages)
+            if places is None:
                 return
             members = tuple(range(self._next_member, self._next_member + terms.replica))
             self._next_member += terms.replica
             self._num_replaced += terms.replica
             self._coordinator.joins(members)
-            for place, (member, slot) in enumerate(zip(members, slots, strict=False)):
-                own = {
-                    "RANK": str(place),
-                    keys.MEMBER: str(member),
-                    keys.JOINS: json.dumps(members),
-                }
-                self._ranks.start(member, slot, own)
-            _say(f"starts members {', '.join(map(str, members))} in the place of one that is lost")
+            for rank, (member, (node, slot)) in enumerate(zip(members, places, strict=True)):
+                own = {"RANK": str(rank), keys.JOINS: json.dumps(members)}
+                self._start(member, node, slot, own)
+            say(f"starts members {', '.join(map(str, members))} in the place of one that is lost")
+
+    def _free_places(self, replica: int, stages: int) -> list[tuple[int, int]] | None:
+        """Nodes and slots for an HDP rank: all on one node, or at least each stage's."""
+        free = {_FIRST: self._ranks.free_slots()}
+        for number, node in self._others.present.items():
+            if number not in self._leaving:
+                free[number] = node.free_slots()
+        whole = [number for number, slots in free.items() if len(slots) >= replica]
+        found: list[tuple[int, int]] = []
+        for _ in range(stages):
+            count = replica // stages
+            fits = whole[:1] or [one for one, slots in free.items() if len(slots) >= count]
+            if not fits:
+                return None
+            number = fits[0]
+            found += [(number, slot) for slot in free[number][:count]]
+            del free[number][:count]
+        return found
+
+    def _start(self, member: int, node: int, slot: int, environment: dict[str, str]) -> None:
+        known = {**self._environment, **environment, keys.MEMBER: str(member)}
+        where = self._ranks if node == _FIRST else self._others.present[node]
+        where.start(member, slot, known)
+
+    def _kill(self, member: int) -> None:
+        self._ranks.kill(member)
+        for node in self._others.present.values():
+            node.kill(member)
+
+    def _end(self, code: int) -> None:
+        """Ends all processes of all nodes, and the other agents with the job's code."""
+        nodes = [*self._others.present.values()]
+        for member in self._ranks.members:
+            if not self._coordinator.is_member(member):
+                self._ranks.kill(member)  # it waits to join, and holds nothing
+        for node in nodes:
+            node.end(code)
+        self._ranks.end(GRACE_S)
+        deadline = time.monotonic() + GRACE_S + self._plan.node_timeout_s
+        while time.monotonic() < deadline:
+            self._others.look()
+            if all(node.has_left for node in self._others.present.values()):
+                return
+            time.sleep(LOOK_S)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._asked_to_end = True
+        self._asked_to_end = number
         self._ranks.send(number)
 
 
 def _code_of(ended: Ended) -> int:
     return ended.code if ended.code > 0 else ExitCode.FAILED
-
-
-def _say(line: str) -> None:
-    print(f"megatron-hdp launch: {line}", file=sys.stderr, flush=True)
-
-
-def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
-    """What a rank runs: a module or a script, by this Python."""
-    return (sys.executable, "-u", *(["-m"] if is_module else []), *program)

@@ -8,7 +8,7 @@ in order, in each of these the tensor-parallel ranks. Survivors close gaps, join
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,6 +19,10 @@ from megatron_hdp.runtime.epochs import Epoch, Terms, keys
 
 LEAVE_S = 60.0
 """How long a member may take to leave an epoch that is over, before it is given up."""
+READY_S = 900.0
+"""How long one that joins may take to build its model."""
+TOGETHER_S = 5.0
+"""How long one that is ready waits for others that may soon be, as those of a whole node."""
 
 Replica: TypeAlias = tuple[int, ...]
 """Members of an HDP rank, stage by stage."""
@@ -45,7 +49,9 @@ class Coordinator:
     terms: Terms | None = None
     _epoch: Epoch = field(init=False)
     _replicas: list[Replica] = field(init=False)
-    _joiners: list[Replica] = field(init=False, default_factory=list)
+    _joiners: dict[Replica, float] = field(init=False, default_factory=dict)
+    _leaving: dict[int, str] = field(init=False, default_factory=dict)
+    _ready_at: float | None = field(init=False, default=None)
     _done: set[int] = field(init=False, default_factory=set)
     _asked: bool = field(init=False, default=False)
     _paused_at: float | None = field(init=False, default=None)
@@ -83,7 +89,16 @@ class Coordinator:
 
     def joins(self, replica: Replica) -> None:
         """Processes were started that will join together."""
-        self._joiners.append(replica)
+        self._joiners[replica] = self.clock()
+
+    def leave(self, members: Collection[int], why: str) -> bool:
+        """Lets members leave behind the step that runs; False: too few would be left."""
+        assert self.terms is not None
+        leaving = {**self._leaving, **dict.fromkeys(members, why)}
+        if len(self._staying(leaving)) < self.terms.least:
+            return False
+        self._leaving = leaving
+        return True
 
     @property
     def num_coming(self) -> int:
@@ -95,7 +110,7 @@ class Coordinator:
         member = ended.member
         for one in list(self._joiners):
             if member in one:
-                self._joiners.remove(one)
+                del self._joiners[one]
                 return [mate for mate in one if mate != member]
         if not self.is_member(member):
             return []
@@ -108,11 +123,16 @@ class Coordinator:
         return []
 
     def is_done(self) -> bool:
-        """Whether every member has ended well."""
-        return self._done >= set(self._epoch.members)
+        """Whether every member has ended well, but those that died when others had ended."""
+        left = [one for one in self._epoch.members if self.is_member(one)]
+        return bool(left) and self._done >= set(left)
 
     def late(self) -> list[int]:
-        """Members that should have left the epoch before by now, and hold the others up."""
+        """Those that hold others up: they should have left an epoch, or be ready, by now."""
+        begun_before = self.clock() - READY_S
+        for replica, begun in self._joiners.items():
+            if begun < begun_before and not self._is_ready(replica):
+                return list(replica)
         if self._left is None or self.clock() - self._named_at < LEAVE_S:
             return []
         number, both = self._left.number, set(self._left.members) & set(self._epoch.members)
@@ -126,11 +146,29 @@ class Coordinator:
         ready = [one for one in self._joiners if self._is_ready(one)]
         if self._why:
             self._after_deaths(ready)
-        elif ready and not self._asked and not self._done:
-            self._tell(keys.JOIN)
-            self._asked = True
+        elif not self._asked and not self._done:
+            if self._leaving or self._all_are(ready):
+                self._tell(keys.JOIN)
+                self._asked = True
         elif self._asked and self._have_all_left():
-            self._name([*self._replicas, *ready], f"{len(ready)} HDP ranks join", ready)
+            staying = self._staying(self._leaving)
+            whys = [f"{len(ready)} HDP ranks join"] if ready else []
+            whys += sorted(set(self._leaving.values()))
+            self._leaving = {}
+            self._name([*staying, *ready], ", ".join(whys), ready)
+
+    def _staying(self, leaving: Container[int]) -> list[Replica]:
+        return [one for one in self._replicas if not any(member in leaving for member in one)]
+
+    def _all_are(self, ready: Sequence[Replica]) -> bool:
+        """Whether who is ready need not wait for the others that will join."""
+        if not ready:
+            self._ready_at = None
+            return False
+        if self._ready_at is None:
+            self._ready_at = self.clock()
+        waited_s = self.clock() - self._ready_at
+        return len(ready) == len(self._joiners) or waited_s > TOGETHER_S
 
     def _after_deaths(self, ready: list[Replica]) -> None:
         assert self.terms is not None
@@ -182,7 +220,9 @@ class Coordinator:
         self.store.set(keys.members(found.number), found.to_json())
         self.store.set(keys.over(before.number), b"1")
         self._end_epoch()
-        self._joiners = [one for one in self._joiners if one not in joining]
+        for one in joining:
+            del self._joiners[one]
+        self._ready_at = None
         for member in (member for one in joining for member in one):
             self.store.set(keys.admitted(member), str(found.number))
         self._epoch, self._replicas = found, list(replicas)

@@ -9,7 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from megatron_hdp.processes import end_with_parent
 
 _STOPPED = ("T", "t")
 
@@ -21,9 +24,13 @@ class Ended:
     member: int
     code: int
     """Its exit code; of one that a signal killed, minus its number."""
+    why: str = ""
+    """If it did not end for itself."""
 
     def words(self) -> str:
         """``member 3 was killed by SIGKILL``."""
+        if self.why:
+            return self.why
         if self.code < 0:
             return f"member {self.member} was killed by {signal.Signals(-self.code).name}"
         return f"member {self.member} ended with exit code {self.code}"
@@ -50,6 +57,11 @@ class NodeRanks:
     def __len__(self) -> int:
         return len(self._running)
 
+    @property
+    def members(self) -> list[int]:
+        """Those that run."""
+        return list(self._running)
+
     def free_slots(self) -> list[int]:
         """Slots without a process."""
         taken = {slot for slot, _ in self._running.values()}
@@ -58,7 +70,8 @@ class NodeRanks:
     def start(self, member: int, slot: int, environment: Mapping[str, str]) -> None:
         """Starts a process in a free slot."""
         own = {**self._environment, **environment, "LOCAL_RANK": str(slot)}
-        self._running[member] = slot, subprocess.Popen(self._command, env=own)
+        bond = partial(end_with_parent, os.getpid())  # the kernel ends it with this process
+        self._running[member] = slot, subprocess.Popen(self._command, env=own, preexec_fn=bond)
 
     def ended(self) -> list[Ended]:
         """Those that have ended since the latest call."""
@@ -93,6 +106,16 @@ class NodeRanks:
         for _, process in self._running.values():
             with suppress(ProcessLookupError):
                 process.send_signal(number)
+
+    def kill_all(self, timeout_s: float) -> None:
+        """Kills all, from any thread, and waits a while until they have ended."""
+        deadline = time.monotonic() + timeout_s
+        processes = [process for _, process in list(self._running.values())]
+        for process in processes:
+            process.kill()
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.01))
 
     def end(self, grace_s: float) -> None:
         """Ends all: asks, and after a while kills."""

@@ -5,7 +5,14 @@ import json
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.launching.coordinator import LEAVE_S, Coordinator, by_rank, replicas_of
+from megatron_hdp.launching.coordinator import (
+    LEAVE_S,
+    READY_S,
+    TOGETHER_S,
+    Coordinator,
+    by_rank,
+    replicas_of,
+)
 from megatron_hdp.launching.node_ranks import Ended
 from megatron_hdp.runtime.epochs import Epoch, Terms, keys
 
@@ -131,6 +138,65 @@ def test_too_few_continue_with_who_is_ready():
     job.get_ready(2)
     job.coordinator.look()
     assert job.epoch(1).members == (1, 2) and not job.epoch(1).is_last
+
+
+def test_who_is_ready_waits_a_while_for_others():
+    job = Job(2)
+    for member in (2, 3):
+        job.coordinator.joins((member,))
+    job.get_ready(2)
+    job.coordinator.look()
+    assert job.news(0) == []
+    job.now = TOGETHER_S + 1
+    job.coordinator.look()
+    assert job.news(0) == [keys.JOIN]
+    job.get_ready(3)
+    job.all_leave(0)
+    job.coordinator.look()
+    assert job.epoch(1).members == (0, 1, 2, 3)
+
+
+def test_who_is_never_ready_is_given_up():
+    job = Job(2)
+    job.coordinator.joins((2,))
+    job.now = READY_S + 1
+    assert job.coordinator.late() == [2]
+    job.dies(2)
+    assert job.coordinator.late() == []
+
+
+def test_some_leave_behind_the_step_and_others_join():
+    job = Job(4, least=2)
+    job.coordinator.joins((4,))
+    assert not job.coordinator.leave((1, 2, 3), "node 1 leaves")
+    assert job.coordinator.leave((2, 3), "node 1 leaves")
+    job.coordinator.look()
+    assert job.news(0) == [keys.JOIN]
+    job.get_ready(4)
+    job.all_leave(0)
+    job.coordinator.look()
+    assert job.epoch(1).members == (0, 1, 4)
+    assert job.epoch(1).why == "1 HDP ranks join, node 1 leaves"
+    job.dies(2, code=3)  # which has read it
+    assert not job.store.check([keys.members(2)])
+
+
+def test_who_leaves_does_so_behind_a_death_too():
+    job = Job(4)
+    job.coordinator.leave((3,), "node 1 leaves")
+    job.dies(1)
+    assert job.epoch(1).members == (0, 2, 3)
+    job.coordinator.look()
+    job.all_leave(1)
+    job.coordinator.look()
+    assert job.epoch(2).members == (0, 2)
+
+
+def test_a_death_when_others_have_ended_holds_nobody_up():
+    job = Job(2)
+    job.dies(0, code=0)
+    job.dies(1)
+    assert job.coordinator.is_done()
 
 
 def test_joiners_that_die_take_their_mates():

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,7 @@ class SurvivingJob:
         folder: of what processes print.
         faults: by member, what is called in its process before it trains, with one argument.
         replaces: whether others join in the place of lost ones.
+        hosts: by member, names of hosts; default: this one's.
     """
 
     arguments: object
@@ -42,6 +44,7 @@ class SurvivingJob:
     folder: Path
     faults: dict = field(default_factory=dict)
     replaces: bool = False
+    hosts: Sequence[str] = ()
     said: list = field(default_factory=list)
     died: list = field(default_factory=list)
 
@@ -114,9 +117,12 @@ class SurvivingJob:
 
     def start(self, member, joins):
         address = "127.0.0.1", self.store.port
+        environment = {keys.MEMBER: str(member), keys.JOINS: json.dumps(joins)}
+        if member < len(self.hosts):
+            environment[keys.HOST] = self.hosts[member]
+        fault = self.faults.get(member)
         process = ranks._context.Process(
-            target=_member,
-            args=(address, member, joins, self.arguments, self.folder, self.faults.get(member)),
+            target=_member, args=(address, environment, self.arguments, self.folder, fault)
         )
         process.start()
         self.processes[member] = process
@@ -143,15 +149,15 @@ class SurvivingJob:
         return {path.name: path.read_text() for path in sorted(self.folder.glob("member-*"))}
 
 
-def _member(address, member, joins, arguments, folder, fault):
+def _member(address, environment, arguments, folder, fault):
     from megatron_hdp.runtime.health import RankFailure
     from megatron_hdp.training import survival
 
+    member = int(environment[keys.MEMBER])
     output = os.open(folder / f"member-{member}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
-    environment = {keys.MEMBER: str(member), keys.JOINS: json.dumps(joins)}
     with mock.patch.dict(os.environ, environment):
         membership = Membership(address, member, 60.0)
         if fault is not None:

@@ -23,13 +23,13 @@ from megatron_hdp.megatron.world.given_state import give_state
 from megatron_hdp.megatron.world.surviving_shards import SurvivingShards
 from megatron_hdp.megatron.world.world import World
 from megatron_hdp.overrides import Overrides
-from megatron_hdp.runtime.epochs import Epoch, Membership, Terms
+from megatron_hdp.runtime.epochs import Epoch, Membership, Terms, keys
 from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.health import Heartbeat, RankFailure
 from megatron_hdp.runtime.timeline import Timeline
 
 _NOTICE_S = 20.0
-"""How long failed communication may remain without a word of the agent's."""
+"""How long failed communication may remain without a word of the agent's, where one node is."""
 
 
 class EpochEnds(Exception):
@@ -207,7 +207,7 @@ class Recovery:
 
     def require_survivable(self, error: BaseException) -> None:
         """Returns if the epoch is over, which explains why communication failed; else raises."""
-        if not self.membership.is_over.wait(_NOTICE_S):
+        if not self.membership.is_over.wait(_NOTICE_S + keys.node_timeout_s()):
             raise error
 
     def leave(self, epoch: Epoch) -> Epoch:

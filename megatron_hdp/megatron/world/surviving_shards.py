@@ -5,14 +5,13 @@ With an optimizer that every HDP rank has whole, nothing here does anything.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.optimizer import Chosen, Held, ShardCopies, choose_common, restore
 from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.runtime.epochs import Epoch
+from megatron_hdp.runtime.epochs import Epoch, keys
 from megatron_hdp.runtime.gathering import gathered
 
 
@@ -41,7 +40,7 @@ class SurvivingShards:
         if not self.is_spread:
             return
         group, place = parallel.hdp_group()
-        hosts_by_rank = gathered(socket.gethostname())
+        hosts_by_rank = gathered(keys.own_host())
         hosts = [hosts_by_rank[rank] for rank in place]
         if self._chosen is not None or epoch.number:
             chosen = self._agreed_choice(place)

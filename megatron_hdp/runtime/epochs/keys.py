@@ -7,13 +7,13 @@
 - ``vote/E/M`` (by member M): what it has done when it left epoch E
 - ``ready/M`` (by joiner M): it has built its model
 - ``admitted/M`` (by the agent): the epoch that a joiner enters first
-- ``died/K``, ``deaths`` (by agents): the K-th process that ended, and how many have
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import asdict, dataclass
 from typing import Self
 
@@ -21,9 +21,12 @@ MEMBER = "MEGATRON_HDP_MEMBER"
 """The environment's name for this process's number, which no other process of the job ever has."""
 JOINS = "MEGATRON_HDP_JOINS"
 """And for the numbers of those that it builds its model with, if it comes later."""
+HOST = "MEGATRON_HDP_HOST"
+"""And for its host's name, to be told apart from others by."""
+NODE_TIMEOUT = "MEGATRON_HDP_NODE_TIMEOUT"
+"""And for the seconds after which a silent node is lost, where there is more than one."""
 JOIN, OVER = b"join", b"over"
 TERMS = "terms"
-DEATHS = "deaths"
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,14 @@ def admitted(member: int) -> str:
     return f"admitted/{member}"
 
 
-def died(number: int) -> str:
-    """One process that has ended."""
-    return f"died/{number}"
+def own_host() -> str:
+    """This host's name, unless the environment gives it another one."""
+    return os.environ.get(HOST) or socket.gethostname()
+
+
+def node_timeout_s() -> float:
+    """After which a silent node is lost; 0: there is one node."""
+    return float(os.environ.get(NODE_TIMEOUT, 0))
 
 
 def address_of_agent() -> tuple[str, int]:

@@ -232,7 +232,7 @@ class Membership:
         if self._ends:
             return
         os.write(2, b"megatron_hdp: the job's agent cannot be reached: this rank ends\n")
-        os._exit(ExitCode.BLAMES_ANOTHER)
+        os._exit(ExitCode.FAILED)  # the job may go on without it
 
 
 def _shut(spared: set[str]) -> None:

@@ -1,0 +1,46 @@
+"""What is started, where; the same for the agents of all nodes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LOOK_S = 0.01
+GRACE_S = 30.0
+STOPPED_S = 10.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What is started, where."""
+
+    command: tuple[str, ...]
+    """Of one rank."""
+    num_ranks: int
+    """Of a node."""
+    address: str
+    """Where ranks, and agents of other nodes, find the store."""
+    port: int
+    """Where the store listens; 0: at a free one, for one node."""
+    max_replacements: int
+    """Processes that are started in the place of others, over the whole job."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    """Of this node; the first one's agent holds the store."""
+    node_timeout_s: float = 10.0
+    """After which a node that gives no sign of life is lost."""
+    join_s: float = 600.0
+    """How long nodes wait for each other at the start."""
+
+
+def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
+    """What a rank runs: a module or a script, by this Python."""
+    return (sys.executable, "-u", *(["-m"] if is_module else []), *program)
+
+
+def say(line: str) -> None:
+    """Prints a line of an agent's."""
+    print(f"megatron-hdp launch: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,305 @@
+"""Agents of two nodes: ranks are replaced where they died, silent nodes are lost, and fenced.
+
+Agents are forked as `tests.support.ranks` forks ranks; the ranks are little programs, for which the
+test says in the store what training would.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from megatron_hdp.cli.launch import first_node, place_of
+from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.launching import Agent, LaunchPlan, NodeAgent, wire
+from megatron_hdp.launching.other_nodes import OtherNodes
+from megatron_hdp.launching.wire import Arrival, Order, Told
+from megatron_hdp.runtime.epochs import Epoch, Terms, keys
+from tests.support import ranks
+from tests.support.processes import free_port
+
+RANK = f"""\
+import os, time
+open(os.environ["FOLDER"] + "/rank-" + os.environ["{keys.MEMBER}"], "w").write(
+    f"{{os.getpid()}} {{os.environ['{keys.HOST}']}} {{os.environ['GROUP_RANK']}}\\n")
+while not os.path.exists(os.environ["FOLDER"] + "/end"):
+    time.sleep(0.02)
+"""
+COMMAND = (sys.executable, "-S", "-c", RANK)
+TIMEOUT_S = 6.0
+
+
+def agent_main(plan, host, folder):
+    output = os.open(folder / f"log-{plan.node_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 2)
+    os.environ |= {keys.HOST: host, "FOLDER": str(folder)}
+    code = Agent(plan).run() if plan.node_rank == 0 else NodeAgent(plan).run()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Job:
+    """Two nodes of a rank each, and what a test says in the place of their ranks."""
+
+    def __init__(self, folder):
+        self.folder, self.port, self.agents = folder, free_port(), {}
+
+    def start(self, node):
+        plan = LaunchPlan(
+            COMMAND, 1, "127.0.0.1", self.port, 10, 2, node, node_timeout_s=TIMEOUT_S, join_s=60.0
+        )
+        process = ranks._context.Process(
+            target=agent_main, args=(plan, f"host-{node}", self.folder)
+        )
+        process.start()
+        self.agents[node] = process
+
+    def survives(self):
+        """Its ranks run, and say so."""
+        self.until(lambda: self.rank(0) and self.rank(1))
+        self.store = dist.TCPStore(
+            "127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=30)
+        )
+        self.store.set(keys.TERMS, Terms(1, 1, 1, 60.0).to_json())
+        self.until(lambda: "survives the loss" in self.log(0))
+
+    def rank(self, member):
+        """Process, host and node of a rank; None: it never ran."""
+        path = self.folder / f"rank-{keys.MEMBER}"
+        words = path.read_text() if path.exists() else ""
+        return words.split() if words.endswith("\n") else None
+
+    def kill(self, member):
+        os.kill(int(self.rank(member)[0]), signal.SIGKILL)
+
+    def lives(self, member):
+        try:
+            return psutil.Process(int(self.rank(member)[0])).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def log(self, node):
+        path = self.folder / f"log-{node}"
+        return path.read_text() if path.exists() else ""
+
+    def members(self, epoch):
+        self.until(lambda: self.store.check([keys.members(epoch)]))
+        return Epoch.from_json(self.store.get(keys.members(epoch))).members
+
+    def joins(self, member, behind):
+        """A joiner is ready, and all leave the epoch for it."""
+        self.until(lambda: self.rank(member))
+        self.store.set(keys.ready(member), b"1")
+        self.leave(behind)
+
+    def leave(self, epoch):
+        self.until(lambda: self.store.check([keys.news(epoch, 0)]))
+        for one in self.members(epoch):
+            self.store.set(keys.vote(epoch, one), json.dumps({}))
+
+    def until(self, is_so, timeout_s=60):
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert time.monotonic() < deadline, self.log(0) + "---\n" + self.log(1)
+            time.sleep(0.02)
+
+    def codes(self, *nodes):
+        self.until(lambda: all(self.agents[one].exitcode is not None for one in nodes))
+        return [self.agents[one].exitcode for one in nodes]
+
+    def end(self):
+        """The ranks have done all; what the agents return."""
+        (self.folder / "end").touch()
+        return self.codes(0, 1)
+
+
+@contextmanager
+def two_nodes(folder):
+    job = Job(folder)
+    with ranks._server_environment():
+        try:
+            job.start(0)
+            job.start(1)
+            job.survives()
+            yield job
+        finally:
+            for agent in job.agents.values():
+                agent.kill()
+                agent.join()
+            (folder / "end").touch()
+    for path in folder.glob("rank-*"):
+        assert not job.lives(path.name.split("-")[1]), path
+
+
+def test_a_rank_is_replaced_on_the_node_that_lost_it(tmp_path):
+    with two_nodes(tmp_path) as job:
+        assert [job.rank(one)[1:] for one in (0, 1)] == [["host-0", "0"], ["host-1", "1"]]
+        job.kill(1)
+        assert job.members(1) == (0,)
+        job.joins(2, behind=1)
+        assert job.members(2) == (0, 2)
+        assert job.rank(2)[1:] == ["host-1", "1"]
+        assert job.end() == [ExitCode.DONE, ExitCode.DONE], job.log(0) + job.log(1)
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_and_comes_back(tmp_path):
+    with two_nodes(tmp_path) as job:
+        job.agents[1].kill()
+        job.until(lambda: not job.lives(1), timeout_s=TIMEOUT_S / 2)  # with its agent, at once
+        job.start(1)  # before anybody knows
+        assert job.members(1) == (0,)
+        assert "node 1 (host host-1) gave no sign of life for 6 s" in job.log(0)
+        job.joins(2, behind=1)
+        assert job.members(2) == (0, 2)
+        assert job.rank(2)[1] == "host-1"
+        assert job.end() == [ExitCode.DONE, ExitCode.DONE], job.log(0) + job.log(1)
+
+
+@pytest.mark.slow
+def test_an_agent_that_stood_still_is_fenced(tmp_path):
+    with two_nodes(tmp_path) as job:
+        os.kill(job.agents[1].pid, signal.SIGSTOP)
+        assert job.members(1) == (0,)
+        assert job.lives(1)
+        os.kill(job.agents[1].pid, signal.SIGCONT)
+        assert job.codes(1) == [ExitCode.BLAMES_ANOTHER]
+        assert not job.lives(1)
+        assert "were killed, and write nothing more" in job.log(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_all_end_with_the_first_agent(tmp_path, how):
+    with two_nodes(tmp_path) as job:
+        os.kill(job.agents[0].pid, how)
+        assert job.codes(1) == [ExitCode.BLAMES_ANOTHER]
+        assert not job.lives(1)
+        said = [line for line in job.log(1).splitlines() if line.startswith("megatron-hdp launch")]
+        assert len(said) == 1 and "first node's agent" in said[0], said
+
+
+@pytest.mark.slow
+def test_a_node_that_is_told_to_go_leaves_behind_the_step(tmp_path):
+    with two_nodes(tmp_path) as job:
+        os.kill(job.agents[1].pid, signal.SIGTERM)
+        job.leave(0)
+        assert job.members(1) == (0,)
+        assert "SIGTERM" in Epoch.from_json(job.store.get(keys.members(1))).why
+        job.kill(1)  # it reads that it is not named, and ends
+        assert job.codes(1) == [ExitCode.DONE]
+        (tmp_path / "end").touch()
+        assert job.codes(0) == [ExitCode.DONE], job.log(0)
+
+
+class Others:
+    """What the first node's agent knows of two others, with a clock that stands."""
+
+    def __init__(self):
+        self.store, self.said, self.now = dist.HashStore(), [], 0.0
+        self.nodes = OtherNodes(
+            self.store, Arrival("a", 3, 2), 10.0, self.said.append, lambda: self.now
+        )
+
+    def comes(self, node, host, num_ranks=2):
+        turn = self.store.add(wire.turns(node), 1)
+        self.store.set(wire.arrival(node, turn), Arrival(host, 3, num_ranks).to_json())
+        self.store.add(wire.BELL, 1)
+        self.nodes.look()
+        return turn
+
+    def passes(self, seconds, *beating):
+        """Time, in which agents live; returns nodes that are lost."""
+        lost = []
+        for _ in range(seconds):
+            self.now += 1.0
+            for node, turn in beating:
+                self.store.add(wire.alive(node, turn), 1)
+            lost += self.nodes.look()
+        return [node.number for node in lost]
+
+    def latest_order(self, node, turn):
+        number = 0
+        while self.store.check([wire.order(node, turn, number)]):
+            number += 1
+        return Order.from_json(self.store.get(wire.order(node, turn, number - 1)))
+
+
+def test_all_of_a_silent_node_is_lost_at_once():
+    job = Others()
+    job.comes(1, "b"), job.comes(2, "c")
+    assert not job.nodes.missing
+    node = job.nodes.present[1]
+    for member in (2, 3):
+        node.start(member, member - 2, {"RANK": str(member)})
+    assert job.latest_order(1, 1).environment == {"RANK": "3"} and node.free_slots() == []
+    assert job.passes(30, (1, 1), (2, 1)) == []
+    assert job.passes(12, (2, 1)) == [1]
+    assert [ended.member for ended in node.ended()] == [2, 3]
+    assert node.why_lost == "node 1 (host b) gave no sign of life for 10 s"
+    assert job.nodes.missing == [1] and job.latest_order(1, 1).what == "give_up"
+
+
+def test_what_an_agent_tells_is_heard_once():
+    job = Others()
+    job.comes(1, "b")
+    node = job.nodes.present[1]
+    node.start(2, 0, {})
+    job.store.set(wire.told(1, 1, 0), Told("ended", 2, 1).to_json())
+    job.store.set(wire.told(1, 1, 1), Told("signal", number=signal.SIGTERM).to_json())
+    job.nodes.look()
+    assert node.ended() == []  # nobody rang
+    job.store.add(wire.BELL, 1)
+    job.nodes.look()
+    assert [(one.member, one.code) for one in node.ended()] == [(2, 1)]
+    assert node.ended() == [] and node.signals == [signal.SIGTERM] and node.free_slots() == [0, 1]
+
+
+def test_a_second_agent_of_a_node_waits_for_the_end_of_the_first():
+    job = Others()
+    first, second = job.comes(1, "b"), job.comes(1, "d")
+    assert job.nodes.present[1].turn == first
+    assert job.passes(12) == [1]
+    assert job.nodes.present[1].turn == second and job.nodes.present[1].arrival.host == "d"
+
+
+def test_a_second_agent_of_a_node_that_lives_is_refused():
+    job = Others()
+    job.comes(1, "b"), job.comes(1, "d")
+    assert job.passes(12, (1, 1)) == []
+    order = job.latest_order(1, 2)
+    assert (order.what, order.number) == ("end", ExitCode.MISTAKE)
+    assert "found --node-rank 1, which the agent on host b has" in order.why
+
+
+def test_a_node_of_another_size_is_refused():
+    job = Others()
+    job.comes(1, "b", num_ranks=4)
+    assert "found --nnodes 3 --nproc-per-node 4 on node 1 (host b)" in job.nodes.misfit
+    assert job.latest_order(1, 1).number == ExitCode.MISTAKE and 1 in job.nodes.missing
+
+
+SLURM = {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "n[03-05]-ib,m1", "SLURM_JOB_ID": "1234567"}
+
+
+def test_the_place_of_a_node():
+    assert place_of(1, None, None, SLURM) == (0, "127.0.0.1", 0)
+    assert place_of(3, None, None, SLURM) == (2, "n03-ib", 24567)
+    assert place_of(3, 1, "a:7", SLURM) == (1, "a", 7)
+    assert first_node("a3,a4") == "a3"
+    for given, words in (
+        ((2, None, "a:7"), "found no --node-rank"),
+        ((2, 1, None), "found no --rdzv-endpoint"),
+        ((2, 2, "a:7"), "found --node-rank 2, expected 0 to 1"),
+        ((2, 0, "a:0"), "expected HOST:PORT"),
+        ((1, 0, "a"), "expected HOST:PORT"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            place_of(*given, {})
