@@ -95,6 +95,7 @@ class Agent:
             return code
         finally:
             self._end(code)
+            say(f"the job ends with exit code {int(code)}")
             for number, handler in before.items():
                 signal.signal(number, handler)
 

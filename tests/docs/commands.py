@@ -63,6 +63,10 @@ COMMANDS = {
     "configs/tiny-cpu.yaml --hybrid-data-parallel --hdp-survive": Elsewhere(
         "tests/training/test_lost_rank.py::test_the_command_replaces_a_rank", needs="slow"
     ),
+    "megatron-hdp launch --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 --nproc-per-node 8 "
+    "-m megatron_hdp.pretrain_gpt --config my.yaml --hybrid-data-parallel --hdp-survive": Elsewhere(
+        "tests/training/test_lost_node.py::test_a_host_is_lost_and_comes_back", needs="slow"
+    ),
     "megatron-hdp doctor": Elsewhere(
         "tests/megatron/doctor/test_doctor.py::test_training_can_run_here"
     ),
@@ -193,6 +197,9 @@ COMMANDS = {
         "tests/training/test_data_plane.py::test_the_same_run", needs="slow"
     ),
     "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/data_plane.sbatch": Elsewhere(
+        "tests/slurm/test_pretrain_script.py::test_the_documented_way_from_the_repository"
+    ),
+    "DRY_RUN=1 CONFIG=configs/tiny-cpu.yaml ./scripts/slurm/survive.sbatch": Elsewhere(
         "tests/slurm/test_pretrain_script.py::test_the_documented_way_from_the_repository"
     ),
     "CONFIG=configs/tiny-cpu.yaml sbatch scripts/slurm/data_plane.sbatch --data-path data/corpus": (

@@ -2,6 +2,7 @@
 
 SURVIVAL = "tests/training/test_survival.py::"
 LOST = "tests/training/test_lost_rank.py::"
+LOST_NODE = "tests/training/test_lost_node.py::"
 ERRORS = "tests/training/test_pretrain_errors.py::"
 MISHAPS = "tests/training/test_mishaps.py::"
 DAMAGED = "tests/training/test_damaged_checkpoint.py::"
@@ -26,7 +27,17 @@ SHOWN_BY = {
     ),
     "a rank dies": (f"{SURVIVAL}test_a_rank_that_fails_is_named_and_all_end",),
     "a rank dies, with [`--hdp-survive`](lost-rank.md)": (f"{LOST}test_a_rank_dies",),
-    "the same, and too few ranks are left": (f"{LOST}test_too_few_are_left",),
+    "a node is lost, with `--hdp-survive`": (f"{LOST_NODE}test_a_host_is_lost_and_comes_back",),
+    "a node stood still, or was cut off, meanwhile": (
+        f"{LOST_NODE}test_a_host_that_stood_still_writes_nothing",
+    ),
+    "SIGTERM to the agent of one node, with `--hdp-survive`": (
+        f"{LOST_NODE}test_a_host_that_is_drained_leaves_behind_its_step",
+    ),
+    "the first node's agent dies, or its node": (
+        "tests/launching/test_nodes.py::test_all_end_with_the_first_agent",
+    ),
+    "a rank or a node is lost, and too few ranks are left": (f"{LOST}test_too_few_are_left",),
     "a rank dies before the first step": (
         f"{SURVIVAL}test_a_rank_that_dies_at_the_start_is_named",
     ),

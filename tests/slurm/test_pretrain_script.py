@@ -19,6 +19,7 @@ from tests.slurm import cluster
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/slurm/pretrain.sbatch"
 WITH_PLANE = ROOT / "scripts/slurm/data_plane.sbatch"
+SURVIVING = ROOT / "scripts/slurm/survive.sbatch"
 TEXT = SCRIPT.read_text()
 ALLOCATION = {
     "SLURM_JOB_ID": "1234567",
@@ -62,7 +63,7 @@ def commands(folder, *flags, **environment):
     return [shlex.split(line) for line in text.splitlines() if line.startswith("srun ")], text
 
 
-@pytest.mark.parametrize("script", [SCRIPT, WITH_PLANE], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [SCRIPT, WITH_PLANE, SURVIVING], ids=lambda path: path.stem)
 def test_it_is_sound_bash(script):
     subprocess.run(["bash", "-n", script], check=True, timeout=10)
     if shutil.which("shellcheck"):
@@ -147,6 +148,7 @@ def test_in_containers(tmp_path):
         ({"RANKS_PER_NODE": "gpu:8"}, "found RANKS_PER_NODE=gpu:8"),
         ({"MAX_RETRIES": "-1"}, "found MAX_RETRIES=-1"),
         ({"REQUEUE": "yes"}, "found REQUEUE=yes"),
+        ({"SURVIVE": "yes"}, "found SURVIVE=yes"),
         ({"DOCTOR": "yes"}, "found DOCTOR=yes"),
         (ARRAY | {"RUN_DIR": "run"}, "found RUN_DIR=run for all tasks of an array"),
         ({"CONTAINER_IMAGE": "i", "CONTAINER_RUNTIME": "docker"}, "found CONTAINER_RUNTIME=docker"),
@@ -180,6 +182,10 @@ PYTHON = f"""#!/usr/bin/env bash
 case $* in
     *doctor*) echo "training can run"; exit "${{DOCTOR_CODE:-0}}" ;;
 esac
+if [[ -n ${{LOST_CODE:-}} ]]; then
+    echo "megatron-hdp launch: $SAID"
+    exit "$LOST_CODE"
+fi
 if [[ -n ${{RANK_CODES:-}} ]]; then
     for code in $RANK_CODES; do
         echo "pretrain_gpt: error on rank 0: planted $code"
@@ -323,12 +329,45 @@ def test_a_job_with_a_data_plane_is_the_other_with_one_flag_more(tmp_path):
 
 def test_the_documented_way_from_the_repository(tmp_path):
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    _, text = commands(tmp_path, script="./scripts/slurm/data_plane.sbatch")
-    assert "--hdp-loaders ray" in text
+    for name, flag in (("data_plane", "--hdp-loaders ray"), ("survive", "--hdp-survive")):
+        _, text = commands(tmp_path, script=f"./scripts/slurm/{name}.sbatch")
+        assert flag in text
 
 
-def test_a_script_that_is_not_there_ends_with_2(tmp_path):
-    code, text = outcome(call(tmp_path, script=WITH_PLANE, DRY_RUN="1"))
+def test_a_job_that_survives_is_launched_by_its_own_agents(tmp_path):
+    """Whose flags are known, and whose loss ends neither the allocation nor the step."""
+    from megatron_hdp.cli.main import build_parser
+
+    assert headers(SURVIVING) - headers(SCRIPT) == {"--no-kill"}
+    assert headers(SCRIPT) <= headers(SURVIVING)
+    (train,), _ = commands(
+        tmp_path, "--lr", "1", script=SURVIVING, DOCTOR="0", PRETRAIN=str(SCRIPT), **ALLOCATION
+    )
+    launch = train.index("megatron_hdp.cli.main")
+    assert {"--kill-on-bad-exit=0", "--no-kill", "--wait=0"} <= set(train[:launch])
+    parsed = build_parser().parse_args(train[launch + 1 :])
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_endpoint) == (3, 8, "n03-ib:24567")
+    assert parsed.module and parsed.program == "megatron_hdp.pretrain_gpt"
+    assert parsed.rest[-3:] == ["--hdp-survive", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "again"),
+    [
+        ("the job ends with exit code 0", 0, []),
+        ("the job ends with exit code 2", 2, []),
+        ("starts members 4 in the place of one that is lost", 0, ["requeue 9"]),
+    ],
+)
+def test_a_job_that_survives_ends_as_its_first_agent_says(job, tmp_path, said, code, again):
+    """srun returns the code of a lost node's task; without a word the first one was lost."""
+    found, text = outcome(job(SURVIVE="1", DOCTOR="0", SAID=said, LOST_CODE="137"))
+    assert found == code and requeued(tmp_path) == again, text
+
+
+@pytest.mark.parametrize("script", [WITH_PLANE, SURVIVING], ids=lambda path: path.stem)
+def test_a_script_that_is_not_there_ends_with_2(tmp_path, script):
+    code, text = outcome(call(tmp_path, script=script, DRY_RUN="1"))
     assert code == 2 and len(text.splitlines()) == 1 and "PRETRAIN=" in text
 
 

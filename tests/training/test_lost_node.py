@@ -93,11 +93,10 @@ class Nodes:
 
     def require_undisturbed(self, run_ranks):
         """Each step once, as a rank that sees whole batches has it."""
-        changes = {"--metrics-path": "reference.jsonl", "--hdp-tokens-per-rank": "1000"}
-        argv = list(self.flags)
-        for flag, value in changes.items():
-            at = argv.index(flag) + 1
-            argv[at] = str(self.folder / value) if "path" in flag else value
+        others = {"--metrics-path": "reference.jsonl", "--save": "reference"}
+        argv = [*self.flags, "--hdp-tokens-per-rank", "1000"]
+        for flag, name in others.items():
+            argv += [flag, str(self.folder / name)]
         run_ranks(1, curve, parse_arguments(argv))
         expected = lines_of(self.folder / "reference.jsonl")
         found = lines_of(self.folder / "metrics.jsonl")
