@@ -48,12 +48,21 @@ def agent_main(plan, host, folder):
 class Job:
     """Two nodes of a rank each, and what a test says in the place of their ranks."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, timeout_s):
         self.folder, self.port, self.agents = folder, free_port(), {}
+        self.timeout_s = timeout_s
 
     def start(self, node):
         plan = LaunchPlan(
-            COMMAND, 1, "127.0.0.1", self.port, 10, 2, node, node_timeout_s=TIMEOUT_S, join_s=60.0
+            COMMAND,
+            1,
+            "127.0.0.1",
+            self.port,
+            10,
+            2,
+            node,
+            node_timeout_s=self.timeout_s,
+            join_s=120.0,
         )
         process = ranks._context.Process(
             target=agent_main, args=(plan, f"host-{node}", self.folder)
@@ -104,7 +113,7 @@ class Job:
         for one in self.members(epoch):
             self.store.set(keys.vote(epoch, one), json.dumps({}))
 
-    def until(self, is_so, timeout_s=60):
+    def until(self, is_so, timeout_s=120):
         deadline = time.monotonic() + timeout_s
         while not is_so():
             assert time.monotonic() < deadline, self.log(0) + "---\n" + self.log(1)
@@ -121,8 +130,8 @@ class Job:
 
 
 @contextmanager
-def two_nodes(folder):
-    job = Job(folder)
+def two_nodes(folder, timeout_s=TIMEOUT_S):
+    job = Job(folder, timeout_s)
     with ranks._server_environment():
         try:
             job.start(0)
@@ -139,7 +148,7 @@ def two_nodes(folder):
 
 
 def test_a_rank_is_replaced_on_the_node_that_lost_it(tmp_path):
-    with two_nodes(tmp_path) as job:
+    with two_nodes(tmp_path, timeout_s=30.0) as job:  # a busy machine may stand for seconds
         assert [job.rank(one)[1:] for one in (0, 1)] == [["host-0", "0"], ["host-1", "1"]]
         job.kill(1)
         assert job.members(1) == (0,)
