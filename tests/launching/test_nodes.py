@@ -81,7 +81,7 @@ class Job:
 
     def rank(self, member):
         """Process, host and node of a rank; None: it never ran."""
-        path = self.folder / f"rank-{keys.MEMBER}"
+        path = self.folder / f"rank-{member}"
         words = path.read_text() if path.exists() else ""
         return words.split() if words.endswith("\n") else None
 
