@@ -14,6 +14,7 @@ knows its --node-rank and --rdzv-endpoint."""
 
 _NUM_PORTS = 10_000
 _FIRST_PORT = 20_000
+_NODE_RANKS = ("GROUP_RANK", "SLURM_NODEID")  # torchrun's, which may run this, and Slurm's
 _MOST_SILENT_S = 30.0  # ranks blame each other after a minute
 
 
@@ -35,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         "--node-rank",
         type=int,
         metavar="R",
-        help="this node's number; 0 holds the job's store (default: Slurm's SLURM_NODEID)",
+        help="this node's number; 0 holds the job's store (default: that of torchrun or Slurm)",
     )
     parser.add_argument(
         "--rdzv-endpoint",
@@ -115,8 +116,9 @@ def place_of(
     if num_nodes == 1:
         node_rank, endpoint = node_rank or 0, endpoint or "127.0.0.1:0"
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-    if node_rank is None and "SLURM_NODEID" in environment:
-        node_rank = int(environment["SLURM_NODEID"])
+    if node_rank is None:
+        known = [environment[name] for name in _NODE_RANKS if name in environment]
+        node_rank = int(known[0]) if known else None
     if endpoint is None and nodes:
         port = _FIRST_PORT + int(environment.get("SLURM_JOB_ID", 0)) % _NUM_PORTS
         endpoint = f"{first_node(nodes)}:{port}"

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
 
@@ -209,7 +209,11 @@ class Agent:
             and not self._coordinator.epoch.is_last
             and self._num_replaced + terms.replica <= self._plan.max_replacements
         ):
-            places = self._free_places(terms.replica, terms.stages)
+            free = {_FIRST: self._ranks.free_slots()}
+            for other in self._others.present.values():
+                if other.number not in self._leaving:
+                    free[other.number] = other.free_slots()
+            places = places_in(free, terms.replica, terms.stages)
             if places is None:
                 return
             members = tuple(range(self._next_member, self._next_member + terms.replica))
@@ -220,24 +224,6 @@ class Agent:
                 own = {"RANK": str(rank), keys.JOINS: json.dumps(members)}
                 self._start(member, node, slot, own)
             say(f"starts members {', '.join(map(str, members))} in the place of one that is lost")
-
-    def _free_places(self, replica: int, stages: int) -> list[tuple[int, int]] | None:
-        """Nodes and slots for an HDP rank: all on one node, or at least each stage's."""
-        free = {_FIRST: self._ranks.free_slots()}
-        for number, node in self._others.present.items():
-            if number not in self._leaving:
-                free[number] = node.free_slots()
-        whole = [number for number, slots in free.items() if len(slots) >= replica]
-        found: list[tuple[int, int]] = []
-        for _ in range(stages):
-            count = replica // stages
-            fits = whole[:1] or [one for one, slots in free.items() if len(slots) >= count]
-            if not fits:
-                return None
-            number = fits[0]
-            found += [(number, slot) for slot in free[number][:count]]
-            del free[number][:count]
-        return found
 
     def _start(self, member: int, node: int, slot: int, environment: dict[str, str]) -> None:
         known = {**self._environment, **environment, keys.MEMBER: str(member)}
@@ -268,6 +254,30 @@ class Agent:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_end = number
         self._ranks.send(number)
+
+
+def places_in(
+    free: Mapping[int, Sequence[int]], replica: int, stages: int
+) -> list[tuple[int, int]] | None:
+    """Nodes and slots for an HDP rank: all on one node, or at least each stage's; None: too few.
+
+    Args:
+        free: slots by node.
+        replica: processes of an HDP rank.
+        stages: of the pipeline.
+    """
+    left = {number: list(slots) for number, slots in free.items()}
+    whole = [number for number, slots in left.items() if len(slots) >= replica]
+    count = replica // stages
+    found: list[tuple[int, int]] = []
+    for _ in range(stages):
+        fits = whole[:1] or [number for number, slots in left.items() if len(slots) >= count]
+        if not fits:
+            return None
+        number = fits[0]
+        found += [(number, slot) for slot in left[number][:count]]
+        del left[number][:count]
+    return found
 
 
 def _code_of(ended: Ended) -> int:

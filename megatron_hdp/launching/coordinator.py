@@ -119,6 +119,8 @@ class Coordinator:
             return []
         broken = next(one for one in self._replicas if member in one)
         self._replicas.remove(broken)
+        for mate in broken:
+            self._leaving.pop(mate, None)
         self._why = ended.words()
         return []
 

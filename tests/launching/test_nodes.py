@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_hdp.cli.launch import first_node, place_of
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.launching import Agent, LaunchPlan, NodeAgent, wire
+from megatron_hdp.launching.agent import places_in
 from megatron_hdp.launching.other_nodes import OtherNodes
 from megatron_hdp.launching.wire import Arrival, Order, Told
 from megatron_hdp.runtime.epochs import Epoch, Terms, keys
@@ -70,13 +71,15 @@ class Job:
         process.start()
         self.agents[node] = process
 
-    def survives(self):
-        """Its ranks run, and say so."""
+    def survives(self, least):
+        """Its ranks run, and say so; `least` None: they do not."""
         self.until(lambda: self.rank(0) and self.rank(1))
+        if least is None:
+            return
         self.store = dist.TCPStore(
             "127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=30)
         )
-        self.store.set(keys.TERMS, Terms(1, 1, 1, 60.0).to_json())
+        self.store.set(keys.TERMS, Terms(least, 1, 1, 60.0).to_json())
         self.until(lambda: "survives the loss" in self.log(0))
 
     def rank(self, member):
@@ -130,13 +133,13 @@ class Job:
 
 
 @contextmanager
-def two_nodes(folder, timeout_s=TIMEOUT_S):
+def two_nodes(folder, timeout_s=TIMEOUT_S, least=1):
     job = Job(folder, timeout_s)
     with ranks._server_environment():
         try:
             job.start(0)
             job.start(1)
-            job.survives()
+            job.survives(least)
             yield job
         finally:
             for agent in job.agents.values():
@@ -206,6 +209,22 @@ def test_a_node_that_is_told_to_go_leaves_behind_the_step(tmp_path):
         assert job.codes(1) == [ExitCode.DONE]
         (tmp_path / "end").touch()
         assert job.codes(0) == [ExitCode.DONE], job.log(0)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_needed_does_not_leave(tmp_path):
+    with two_nodes(tmp_path, least=2) as job:
+        os.kill(job.agents[1].pid, signal.SIGTERM)
+        job.until(lambda: "too few HDP ranks would be left" in job.log(0))
+        job.until(lambda: not job.lives(0))  # SIGTERM, at which a rank that trains saves
+
+
+@pytest.mark.slow
+def test_without_survival_all_nodes_end_with_the_first_rank_that_fails(tmp_path):
+    with two_nodes(tmp_path, least=None) as job:
+        job.kill(1)
+        assert job.codes(0, 1) == [ExitCode.FAILED, ExitCode.FAILED]
+        assert "member 1 was killed by SIGKILL: the job ends" in job.log(0)
 
 
 class Others:
@@ -295,6 +314,21 @@ def test_a_node_of_another_size_is_refused():
     assert job.latest_order(1, 1).number == ExitCode.MISTAKE and 1 in job.nodes.missing
 
 
+@pytest.mark.parametrize(
+    ("free", "replica", "stages", "places"),
+    [
+        ({0: [1], 1: [0, 3]}, 2, 1, [(1, 0), (1, 3)]),
+        ({0: [1], 1: [0]}, 2, 1, None),
+        ({0: [1], 1: [0]}, 2, 2, [(0, 1), (1, 0)]),
+        ({0: [0, 1], 1: [0, 1]}, 4, 2, [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        ({0: [0, 1], 1: [0, 1, 2, 3]}, 4, 2, [(1, 0), (1, 1), (1, 2), (1, 3)]),
+        ({0: [0], 1: [0], 2: [0, 1]}, 4, 2, None),
+    ],
+)
+def test_an_hdp_rank_is_started_on_one_node_or_each_stage_of_it(free, replica, stages, places):
+    assert places_in(free, replica, stages) == places
+
+
 SLURM = {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "n[03-05]-ib,m1", "SLURM_JOB_ID": "1234567"}
 
 
@@ -302,6 +336,7 @@ def test_the_place_of_a_node():
     assert place_of(1, None, None, SLURM) == (0, "127.0.0.1", 0)
     assert place_of(3, None, None, SLURM) == (2, "n03-ib", 24567)
     assert place_of(3, 1, "a:7", SLURM) == (1, "a", 7)
+    assert place_of(3, None, "a:7", {"GROUP_RANK": "1"}) == (1, "a", 7)
     assert first_node("a3,a4") == "a3"
     for given, words in (
         ((2, None, "a:7"), "found no --node-rank"),
