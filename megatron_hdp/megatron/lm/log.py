@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 
 from megatron_hdp.megatron.parallel import say
@@ -32,6 +32,14 @@ class LmLog:
             self._reports.pop()
         self._reports.append(report)
 
+    def since_line(self) -> list[StepReport]:
+        """The steps since the latest line, for `put_back`."""
+        return list(self._reports)
+
+    def put_back(self, reports: Sequence[StepReport]) -> None:
+        """Goes back to what `since_line` gave."""
+        self._reports = list(reports)
+
     def clear(self) -> None:
         """Megatron has written a line."""
         self._reports.clear()
@@ -48,7 +56,12 @@ class LmLog:
         squared_tokens = sum(one.squared_tokens for one in steps) / len(steps)
         return operations(stock, self._args, tokens, squared_tokens)
 
-    def write(self, iteration: int, scalars: Iterable[Callable[[str, float], None]]) -> None:
+    def write(
+        self,
+        iteration: int,
+        scalars: Iterable[Callable[[str, float], None]],
+        with_line: bool = True,
+    ) -> None:
         """Writes the latest step's figures of HDP; `scalars` are Megatron's writers."""
         if (report := self.latest) is None:
             return
@@ -60,7 +73,7 @@ class LmLog:
         for write in scalars:
             for name, value in figures.items():
                 write(f"hdp/{name}", value)
-        if iteration % self._args.log_interval == 0:
+        if with_line and iteration % self._args.log_interval == 0:
             say(hdp_line(iteration, report))
 
 

@@ -33,13 +33,14 @@ from megatron_hdp.megatron.options import (
     num_model_chunks,
     sequences_of,
 )
+from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.megatron.step import loaders_spec
 from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
+from megatron_hdp.runtime.epochs.keys import address_of_agent
 
 LEFT_OUT = (
     "hdp_global_batch_tokens",  # Megatron counts --global-batch-size samples a step
     "vocab_size",  # Megatron pads its tokenizer's
-    # of the standalone trainer's loop
-    *("hdp_survive", "hdp_survive_pause_seconds", "hdp_optimizer_copies"),
 )
 _STALL = "stall_timeout_seconds"
 
@@ -133,6 +134,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
 """By attribute of Megatron's arguments, if the release has it: the only value that HDP supports, or
 a tuple of those, and why."""
 
+_SURVIVING: dict[str, Any] = {
+    "async_save": False,
+    "non_persistent_ckpt_type": None,
+    "profile": False,
+    "log_straggler": False,
+    "log_energy": False,
+    "log_num_zeros_in_grad": False,
+    "wandb_project": "",
+    "enable_ft_package": False,
+    "use_tp_pp_dp_mapping": False,
+    "hdp_rank_speeds": None,
+    "hdp_trace": None,
+}
+"""The same for ``--hdp-survive``: what these begin is bound to the ranks that were there."""
+
 _ANY_PERCENT = re.compile(r"%%|%\(\w+\)|%")
 
 
@@ -189,6 +205,8 @@ def check(args: argparse.Namespace) -> None:
                 f"{flag_of(name)} (found {found}) does not go with --hybrid-data-parallel, which "
                 f"needs {needed}: {why}"
             )
+    if options.hdp_survive:
+        _check_survival(args)
     _check_positions(args)
     _check_growth(args)
     _check_attention(getattr(args, "attention_backend", None))
@@ -208,6 +226,26 @@ def check(args: argparse.Namespace) -> None:
             "moe_act, mlp or shared_experts, or --recompute-granularity full"
         )
     check_recomputation(args)
+
+
+def _check_survival(args: argparse.Namespace) -> None:
+    """Refuses what does not survive the loss of ranks, and a job without an agent."""
+    if compute_device().type != "cpu":
+        raise OptionError(
+            "--hdp-survive: found a GPU, expected CPUs: what waits inside of NCCL cannot be ended "
+            "yet: leave it out, and start the job again from its checkpoint when a rank is lost"
+        )
+    for name, wanted in _SURVIVING.items():
+        found = getattr(args, name, wanted)
+        if found not in (wanted, None):
+            raise OptionError(
+                f"--hdp-survive: found {flag_of(name)} ({found}), expected none, because what it "
+                "begins is bound to the ranks that were there: leave it out"
+            )
+    try:
+        address_of_agent()
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def _check_positions(args: argparse.Namespace) -> None:
@@ -309,6 +347,11 @@ def _check_interleaved_schedule(args: argparse.Namespace) -> None:
 def check_derived(args: argparse.Namespace) -> None:
     """Checks what Megatron has derived in a run under HDP, by the standalone trainer's rules."""
     arguments = training_arguments(args)
+    if arguments.hdp_survive and loaders_spec(arguments).backend == "ray":
+        raise OptionError(
+            "--hdp-survive: found --hdp-loaders ray, expected ranks that load by themselves: leave "
+            "it out"
+        )
     growth_of(arguments)
     check_layout(arguments)
     check_windows(arguments)

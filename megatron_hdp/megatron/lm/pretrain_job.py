@@ -11,6 +11,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.runtime.epochs import NotNamedError
 from megatron_hdp.runtime.health import Heartbeat, RankFailure
 from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
 
@@ -30,6 +31,11 @@ class PretrainJob:
         self._start = ExitStack()
         self._heartbeat: Heartbeat | None = None
 
+    @property
+    def heartbeat(self) -> Heartbeat | None:
+        """Between `begin` and `leave`."""
+        return self._heartbeat
+
     def begin(self, args: argparse.Namespace) -> None:
         """Starts the heartbeats, once torch.distributed is there; a second call does nothing."""
         if self._heartbeat is not None:
@@ -43,6 +49,14 @@ class PretrainJob:
             )
         )
         self._start.enter_context(self.timeline.noted(START))
+
+    def leave(self) -> None:
+        """Ends the heartbeats of an epoch, unheard; `begin` starts those of another one."""
+        self._start.close()
+        if self._heartbeat is not None:
+            self._heartbeat.abandon()
+            self._stack.pop_all()
+            self._heartbeat = None
 
     def begin_step(self, step: int) -> None:
         """Notes that a training step begins, counted from 1."""
@@ -72,12 +86,11 @@ class PretrainJob:
         self._start.close()
         try:
             self._stack.__exit__(kind, error, stack)
-        except RankFailure as failure:
+            if isinstance(error, RankFailure | NotNamedError):
+                raise error
+        except (RankFailure, NotNamedError) as failure:
             sys.stdout.flush()
-            print(
-                f"megatron_hdp: error on rank {dist.get_rank()}: {failure}",
-                file=sys.stderr,
-                flush=True,
-            )
+            rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+            print(f"megatron_hdp: error{rank}: {failure}", file=sys.stderr, flush=True)
             # Closing communicators would wait for the other ranks.
             os._exit(ExitCode.BLAMES_ANOTHER)

@@ -24,6 +24,8 @@ _job: Any = None
 """The `PretrainJob` of this process while ``pretrain()`` runs."""
 _run: Any = None
 """The `LmRun` of this process, from the moment that Megatron builds its data iterators."""
+_survival: Any = None
+"""The `LmSurvival` of this process, if its run survives the loss of ranks."""
 make_outputs: Any = None
 """Makes a run's outputs besides Megatron's logs, see `LmRun`; the plugin sets it."""
 
@@ -71,7 +73,7 @@ def validate(original: Function, args: Any, defaults: Any = None) -> Any:
 @patch(f"{_TRAINING}:pretrain")
 def surround(original: Function, *positional: Any, **named: Any) -> Any:
     """Heartbeats report a rank that died or hangs to the others."""
-    global _job, _run
+    global _job, _run, _survival
     from megatron_hdp.megatron.lm.pretrain_job import PretrainJob
 
     try:
@@ -80,7 +82,39 @@ def surround(original: Function, *positional: Any, **named: Any) -> Any:
     finally:
         if _run is not None:
             _run.close()
-        _job = _run = None
+        if _survival is not None:
+            _survival.close()
+        _job = _run = _survival = None
+
+
+@patch("megatron.training.initialize:_initialize_distributed")
+def join(original: Function, *positional: Any, **named: Any) -> Any:
+    """With --hdp-survive the agent says who is in the job."""
+    global _survival
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    if args.hybrid_data_parallel and args.hdp_survive:
+        from megatron_hdp.megatron.lm.survival import LmSurvival
+
+        _survival = LmSurvival(args, _job)
+    return original(*positional, **named)
+
+
+@patch(f"{_TRAINING}:train")
+def train(original: Function, *positional: Any, **named: Any) -> Any:
+    """With --hdp-survive it is left when ranks are lost or join, and called again."""
+    if _survival is None:
+        return original(*positional, **named)
+    return _survival.train(_run, original, arguments_of(original, *positional, **named))
+
+
+@patch(f"{_TRAINING}:train_step")
+def train_step(original: Function, *positional: Any, **named: Any) -> Any:
+    """With --hdp-survive all ranks agree before a step whether others join."""
+    if _survival is None:
+        return original(*positional, **named)
+    return _survival.train_step(original, *positional, **named)
 
 
 @patch("megatron.training.initialize:_warmup_jit_function", releases.WARM_UP)
@@ -137,14 +171,27 @@ def mark_norm(original: Function, cls: type, config: Any, *positional: Any, **na
 @patch(f"{_TRAINING}:get_megatron_optimizer", owner_only=True)
 def prepare_optimizer(original: Function, *positional: Any, **named: Any) -> Any:
     """Its step is timed, and its checkpoints gather whole states correctly."""
-    optimizer = original(*positional, **named)
+    if _survival is None:
+        return _prepared(original(*positional, **named))
+    given = arguments_of(original, *positional, **named)
+
+    def make(chunks: list[Any]) -> Any:
+        optimizer = original(**{**given, "model_chunks": chunks})
+        _survival.holds(optimizer, make)
+        return _prepared(optimizer)
+
+    return make(given["model_chunks"])
+
+
+def _prepared(optimizer: Any) -> Any:
     if not _hdp_is_on():
         return optimizer
     from megatron.training.global_vars import get_args
 
     from megatron_hdp.megatron.optimizer import gather_whole_states
 
-    args, step = get_args(), optimizer.step
+    args = get_args()
+    step = optimizer.step if _survival is None else _survival.optimizer_step
     if args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable:
         gather_whole_states(optimizer)
 
@@ -183,6 +230,8 @@ def schedule_save(original: Function, async_request: Any) -> Any:
 def load(original: Function, *positional: Any, **named: Any) -> Any:
     """The distributed optimizer can restore torch's Adam."""
     optimizer = None
+    if _survival is not None and _survival.joins:
+        return 0, 0  # others give it their weights
     if _hdp_is_on():
         optimizer = inspect.signature(original).bind(*positional, **named).arguments["optimizer"]
     if optimizer is None:
@@ -249,7 +298,10 @@ def count_flops(original: Function, args: Any, batch_size: int, *sums: Any, **na
     """Throughput counts each sequence at its own length."""
     if _run is None:
         return original(args, batch_size, *sums, **named)
-    return _run.log.flops(original, batch_size)
+    found = _run.log.flops(original, batch_size)
+    if _survival is not None and not _run.log.is_writing:
+        _survival.count_operations(found)
+    return found
 
 
 @patch(f"{_TRAINING}:training_log", releases.TRAINING_LOG)
@@ -257,19 +309,29 @@ def log(original: Function, *positional: Any, **named: Any) -> Any:
     """HDP's figures go to Megatron's writers."""
     if _run is None:
         return original(*positional, **named)
-    bound = inspect.signature(original).bind(*positional, **named).arguments
+    bound = arguments_of(original, *positional, **named)
     iteration = bound["iteration"]
     _run.prepare_log()
     _run.log.is_writing = True
     try:
-        result = original(*positional, **named)
+        result = original(**bound) if _survival is None else _survival.log(original, bound)
     finally:
         _run.log.is_writing = False
-    _run.log.write(iteration, _writers(_run.args, iteration))
+    with_line = _survival is None or _survival.writes_line(iteration)
+    _run.log.write(iteration, _writers(_run.args, iteration), with_line)
+    if _survival is not None:
+        _survival.has_logged(iteration)
     _run.end_step(iteration, bound["grad_norm"], bound["learning_rate"])
     if iteration % _run.args.log_interval == 0 and not bound.get("is_first_iteration"):
         _run.log.clear()
     return result
+
+
+def arguments_of(function: Function, *positional: Any, **named: Any) -> dict[str, Any]:
+    """The arguments of a call by their names, defaults included."""
+    bound = inspect.signature(function).bind(*positional, **named)
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 @patch(f"{_TRAINING}:evaluate_and_print_results", releases.EVALUATION)
@@ -278,9 +340,7 @@ def log_validation_sets(original: Function, *positional: Any, **named: Any) -> A
     result = original(*positional, **named)
     if _run is None:
         return result
-    bound = inspect.signature(original).bind(*positional, **named)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = arguments_of(original, *positional, **named)
     found, sets = _run.take_evaluation(), _run.validation_sets
     if found is None or sets is None:
         return result

@@ -109,6 +109,10 @@ class LmRun:
         self._router_losses: RouterLosses | None = None
         self._began_at = 0.0
         self._num_tested = 0
+        self._following = 0
+        self._no_sync: Any = None
+        self.done: StepReport | None = None
+        """Of a training step that is gone through, but was done before, see `LmSurvival`."""
         names, self.validation_sets = args.hdp_validation_sets, None
         if names is not None and "valid" in self.specs:  # --multiple-validation-sets
             self.validation_sets = ValidationSets(self._names("valid"), names)
@@ -163,15 +167,18 @@ class LmRun:
         first = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         split = first.iterable.name
         steps = self._of_split(split, model)
-        if split == "train" and not forward_only:
+        is_training = split == "train" and not forward_only
+        if is_training:
             self._begin_step(steps, model)
         count = self._count(split)
         position = self._position(split, count)
-        report = steps.run(position, forward_only)
+        done = self.done if is_training else None
+        report = steps.run(position, forward_only) if done is None else done
         following = count + self._size(split, count)
         self._positions[split] = {count: position, following: report.position_after}
         self._validate(report)
         if split == "train":
+            self._following = following
             self.log.add(report)
         elif split == "test":
             self._num_tested = following
@@ -187,6 +194,8 @@ class LmRun:
     def prepare_log(self) -> None:
         """Call before Megatron logs a step: hands the routers' losses to its log."""
         report = self.log.latest
+        if self.arguments.hdp_survive:  # Megatron counts by the ranks that there are
+            self.args.consumed_train_samples = self._following
         if self._router_losses is not None and report is not None and self.args.num_experts:
             num_layers = self.args.num_layers + (self.arguments.mtp_num_layers or 0)
             self._router_losses.log(report.tokens, num_layers)
@@ -219,23 +228,43 @@ class LmRun:
         found, self._evaluation = self._evaluation, None
         return found
 
-    def close(self) -> None:
-        """Ends the preparation of steps that will not run, and closes what was written."""
+    def steps(self, chunks: list[Any]) -> HdpSteps:
+        """The training steps; the first call of an epoch builds them, on every rank."""
+        return self._of_split("train", chunks)
+
+    def leave(self) -> None:
+        """Lets go of all that is bound to groups, and of positions; `enter` takes the next ones."""
         for steps in self._steps.values():
             steps.close()
-        self._steps = {}
-        if self._plane is not None:
-            self._plane.close()
+        self._steps, self._positions = {}, {}
+        self._validated.clear()
+        self._executor = self._cost_model = self._router_losses = self.done = None
         if self._outputs is not None:
             self._outputs.close()
             self._outputs = None
+
+    def enter(self, executor: HdpExecutor) -> None:
+        """Takes the executor of an epoch, before Megatron's loop sets what it wants of a model."""
+        self._use(executor)
+        # Megatron's loop wants to set it itself
+        self._no_sync, executor._config.no_sync_func = executor._config.no_sync_func, None
+
+    def close(self) -> None:
+        """Ends the preparation of steps that will not run, and closes what was written."""
+        self.leave()
+        if self._plane is not None:
+            self._plane.close()
 
     def _begin_step(self, steps: HdpSteps, chunks: list[Any]) -> None:
         step = self.args.curr_iteration + 1
         if self._outputs is None:
             self._outputs = self._make_outputs(self.arguments, steps, self.vocab_size, step)
             self._router_losses = RouterLosses(chunks)
-        assert self._router_losses is not None
+        assert self._router_losses is not None and self._executor is not None
+        if self._no_sync is not None:
+            config = self._executor._config
+            config.no_sync_func, self._no_sync = self._no_sync, None
+            config.grad_sync_func = None
         self._validated.clear()
         self._job.begin_step(step)
         self._router_losses.begin_step()
@@ -307,8 +336,8 @@ class LmRun:
         """The split's steps; the first call builds what needs the model, on every rank."""
         if self._executor is None or self._cost_model is None:
             with torch.enable_grad():  # kernels are tried, though the first step may evaluate
-                self._executor = build_executor(self.arguments, chunks, self._job.timeline)
-                self._cost_model = cost_model_of(self.arguments, self._executor)
+                self._use(build_executor(self.arguments, chunks, self._job.timeline))
+            assert self._executor is not None and self._cost_model is not None
             self._executor._config.grad_sync_func = None  # a step reduces once, after the last one
         if split not in self._steps:
             self._steps[split] = HdpSteps(
@@ -324,6 +353,9 @@ class LmRun:
             for line in self._steps[split].describe(f"in split {split}"):
                 say(line)
         return self._steps[split]
+
+    def _use(self, executor: HdpExecutor) -> None:
+        self._executor, self._cost_model = executor, cost_model_of(self.arguments, executor)
 
     def _corpus(self, split: str) -> Corpus:
         if split == "train":

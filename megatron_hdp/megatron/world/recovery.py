@@ -39,7 +39,7 @@ class EpochEnds(Exception):
 class Loop(Protocol):
     """What the loop that runs the steps does itself when its rank leaves an epoch for another."""
 
-    def apply(self) -> None:
+    def apply(self) -> Any:
         """Lets the optimizer apply the step whose gradients are there, and keeps what follows."""
 
     def go_back(self, state: Any) -> None:
@@ -179,6 +179,11 @@ class Recovery:
         least = min(version, self.copied) if self.shards.is_spread else version
         for old in [one for one in self._kept if one < least]:
             del self._kept[old]
+
+    @property
+    def oldest(self) -> int:
+        """The oldest step that all may have to go back to."""
+        return min(self._kept)
 
     def norm(self) -> float | None:
         """Of the gradient of the latest step that was applied; None: not known here."""
