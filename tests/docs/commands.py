@@ -67,6 +67,11 @@ COMMANDS = {
     "-m megatron_hdp.pretrain_gpt --config my.yaml --hybrid-data-parallel --hdp-survive": Elsewhere(
         "tests/training/test_lost_node.py::test_a_host_is_lost_and_comes_back", needs="slow"
     ),
+    "megatron-hdp launch --nproc-per-node 4 -m megatron_hdp run pretrain_gpt.py "
+    "--hybrid-data-parallel --hdp-survive --hdp-tokens-per-rank 8192 ...": Elsewhere(
+        "tests/megatron/lm/test_lost_rank.py::test_the_command_loses_a_rank",
+        needs="megatron_lm slow",
+    ),
     "megatron-hdp doctor": Elsewhere(
         "tests/megatron/doctor/test_doctor.py::test_training_can_run_here"
     ),

@@ -4,6 +4,7 @@ Processes are forked as `tests.support.ranks` forks them, which spares each of t
 """
 
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -183,7 +184,7 @@ class DiesIn:
     """A fault: the process kills itself when it calls a function of a step."""
 
     function: str
-    """Of the module."""
+    """Of the module, or of a class of it."""
     step: int
     """That runs, or has just been applied."""
     behind: bool = False
@@ -195,9 +196,12 @@ class DiesIn:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def __call__(self, member):
-        module = importlib.import_module(self.module)
-        original, calls = getattr(module, self.function), []
+        owner, (*classes, name) = importlib.import_module(self.module), self.function.split(".")
+        for one in classes:
+            owner = getattr(owner, one)
+        original, calls = getattr(owner, name), []
 
+        @functools.wraps(original)
         def called(*args, **kwargs):
             calls.append(None)
             is_it = len(calls) == self.step
@@ -208,7 +212,7 @@ class DiesIn:
                 self.happen()
             return result
 
-        setattr(module, self.function, called)
+        setattr(owner, name, called)
 
 
 class IsCutOffIn(DiesIn):

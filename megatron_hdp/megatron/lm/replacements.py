@@ -208,6 +208,8 @@ def save(original: Function, *positional: Any, **named: Any) -> Any:
     """Heartbeats wait for it, and its writers end with their rank."""
     if _run is None:
         return original(*positional, **named)
+    if _survival is not None:
+        _survival.all_have_logged()
     from megatron_hdp.megatron.lm import checkpoint
 
     with _job.saving(), checkpoint.saving():
@@ -337,6 +339,8 @@ def arguments_of(function: Function, *positional: Any, **named: Any) -> dict[str
 @patch(f"{_TRAINING}:evaluate_and_print_results", releases.EVALUATION)
 def log_validation_sets(original: Function, *positional: Any, **named: Any) -> Any:
     """The loss of each validation set is logged."""
+    if _survival is not None:
+        _survival.all_have_logged()
     result = original(*positional, **named)
     if _run is None:
         return result

@@ -78,7 +78,7 @@ class _Word:
     is_behind: bool
     """Whether all that follows it was done: log, evaluation, checkpoint."""
     lines: dict[str, int]
-    """The latest steps whose lines of the first and of the last rank's log were written."""
+    """The latest steps whose lines the first and the last rank are known to have written."""
 
 
 @dataclass
@@ -119,7 +119,6 @@ class LmSurvival:
         self._passed = 0
         """The latest step that all have begun: what is behind the one before was done."""
         self._lines = {FIRST: 0, LAST: 0}
-        self._was = {FIRST: False, LAST: False}
         self._is_behind = True
         self._counts: list[dict[str, Any]] = []
         self._operations = 0.0
@@ -216,9 +215,14 @@ class LmSurvival:
 
     def has_logged(self, step: int) -> None:
         """Notes that this rank has written its lines of a step."""
-        for name, is_one in self._stands().items():
+        rank, last = dist.get_rank(), dist.get_world_size() - 1
+        for name, is_one in ((FIRST, rank == 0), (LAST, rank == last)):
             if is_one:
                 self._lines[name] = max(self._lines[name], step)
+
+    def all_have_logged(self) -> None:
+        """Notes that the latest step's lines were written: all have met behind them."""
+        self._lines = dict.fromkeys(self._lines, self._args.curr_iteration + 1)
 
     def close(self) -> None:
         """Takes part no more."""
@@ -249,7 +253,6 @@ class LmSurvival:
         """Lets go of all that is bound to the epoch's groups."""
         if self.recovery.version is not None and self._offered:
             self._counts = self.recovery.counts()
-        self._was = self._stands()
         if self._run is not None:
             self._run.leave()
         self._job.leave()
@@ -262,8 +265,7 @@ class LmSurvival:
         """What this rank knows."""
         version = self.recovery.version
         assert version is not None
-        lines = {name: self._lines[name] if is_one else 0 for name, is_one in self._was.items()}
-        return _Word(self._passed > version or version not in self._applied, lines)
+        return _Word(self._passed > version or version not in self._applied, dict(self._lines))
 
     def hear(self, words: list[_Word]) -> None:
         """What nobody knows to be done is done again."""
@@ -289,12 +291,6 @@ class LmSurvival:
             self._applied[version] = shared.applied
 
     # Its own
-
-    def _stands(self) -> dict[str, bool]:
-        if not dist.is_initialized():
-            return {FIRST: False, LAST: False}
-        rank, last = dist.get_rank(), dist.get_world_size() - 1
-        return {FIRST: rank == 0, LAST: rank == last}
 
     @property
     def _first_step(self) -> int:

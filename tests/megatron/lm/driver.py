@@ -13,15 +13,19 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import Position
+from megatron_hdp.runtime.epochs import keys
+from tests.support.epochs import DiesIn, SurvivingJob
 from tests.support.older import order_before_mixtures
 from tests.support.processes import free_port
 
@@ -35,7 +39,7 @@ def main(checkout: Path, runs: list[dict]) -> int:
     shim.apply()
     import megatron.training.training  # noqa: F401
 
-    codes = {run["name"]: _run(run) for run in runs}
+    codes = {run["name"]: _survive(run) if "survives" in run else _run(run) for run in runs}
     print("exit codes", codes)
     return int(any(codes.values()))
 
@@ -69,8 +73,40 @@ def _run(run: dict) -> int:
     return wrong
 
 
-def _be_rank(run: dict, rank: int, port: int) -> None:
-    output = os.open(f"{run['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+class _Job(SurvivingJob):
+    """Of a run that loses ranks: ``survives`` names faults by member, arguments of `DiesIn`."""
+
+    def start(self, member: int, joins: Sequence[int]) -> None:
+        process = multiprocessing.get_context("fork").Process(
+            target=_be_member, args=(self.arguments, member, joins, self.store.port)
+        )
+        process.start()
+        self.processes[member] = process
+
+
+def _survive(run: dict) -> int:
+    """A run whose ranks may die; returns 0 if all that were in it to the end ended well."""
+    job = _Job(run, run["ranks"], Path(run["log"]).parent, replaces=run.get("replaces", False))
+    codes = job.run(timeout_s=DEADLINE_S)
+    Path(f"{run['log']}.said").write_text("\n".join(job.said))
+    return int(codes != run.get("exits", [0] * len(codes)))
+
+
+def _be_member(run: dict, member: int, joins: Sequence[int], port: int) -> None:
+    for descriptor in os.listdir("/proc/self/fd"):  # the job's store is not this process's
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                os.close(int(descriptor))
+    os.environ |= {keys.MEMBER: str(member), keys.JOINS: json.dumps(joins)}
+    fault = run["survives"].get(str(member))
+    _be_rank(run, joins.index(member) if joins else member, port, member, fault)
+
+
+def _be_rank(
+    run: dict, rank: int, port: int, member: int | None = None, fault: list | None = None
+) -> None:
+    log = f"{run['log']}.{rank if member is None else member}"
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ |= {
@@ -83,6 +119,12 @@ def _be_rank(run: dict, rank: int, port: int) -> None:
     }
     code, faults = 1, ExitStack()
     try:
+        if fault is not None:
+            DiesIn(**fault)(member)
+        if member == 0 and "waits_at" in run:
+            faults.enter_context(_waiting(run["waits_at"], run["ranks"]))
+        if run.get("fp64"):
+            faults.enter_context(_float64())
         if "fault" in run:
             from tests.training.faults import planted
 
@@ -127,6 +169,37 @@ def _start(run: dict) -> int:
         sys.argv = [run["script"], *run["arguments"]]
         runpy.run_path(run["script"], run_name="__main__")
     return 0
+
+
+def _waiting(step: int, num_ranks: int) -> AbstractContextManager[object]:
+    """Within the block, a step does not begin before others want to join."""
+    from megatron_hdp.megatron.lm.survival import LmSurvival
+
+    original = LmSurvival._begin
+
+    def begin(self: LmSurvival, number: int) -> None:
+        membership = self.recovery.membership
+        while (
+            number == step and len(self._epoch.members) < num_ranks and not membership.leaves_next
+        ):
+            time.sleep(0.05)
+        original(self, number)
+
+    return mock.patch.object(LmSurvival, "_begin", begin)
+
+
+def _float64() -> AbstractContextManager[object]:
+    """Within the block, weights, gradients and the optimizer's state are float64."""
+    from megatron_hdp.megatron.lm import options
+
+    original = options.check_derived
+
+    def check(args: argparse.Namespace) -> None:
+        args.params_dtype, args.fp64 = torch.float64, True
+        args.accumulate_allreduce_grads_in_fp32 = False
+        original(args)
+
+    return mock.patch.object(options, "check_derived", check)
 
 
 @contextmanager

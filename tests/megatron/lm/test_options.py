@@ -368,3 +368,18 @@ def test_validation_sets_are_told_apart_by_hdp_alone(names):
     args = on(validation_set_names=names)
     options.settle(args)
     assert args.hdp_validation_sets is None and args.validation_set_names == names
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatrons", "found"),
+    [
+        ("", {"async_save": True}, "--async-save"),
+        ("", {"log_straggler": True}, "--log-straggler"),
+        ("--hdp-trace folder --hdp-trace-steps 2-3", {}, "--hdp-trace"),
+        ("", {}, "found no MEGATRON_HDP_MEMBER"),
+    ],
+)
+def test_what_does_not_survive_is_refused(monkeypatch, flags, megatrons, found):
+    monkeypatch.delenv("MEGATRON_HDP_MEMBER", raising=False)
+    with pytest.raises(OptionError, match=f"^--hdp-survive: .*{found}"):
+        options.check(on(f"--hdp-survive {flags}", **megatrons))

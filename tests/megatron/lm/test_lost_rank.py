@@ -1,0 +1,166 @@
+"""Megatron-LM's own loop loses ranks and wins others: losses, norms and weights stay the same.
+
+Needs MEGATRON_LM_PATH, see `test_training`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megatron_hdp.exit_codes import ExitCode
+from tests.megatron.lm.runs import (
+    HDP,
+    LENGTHS,
+    MARKS,
+    OVERLAPPED,
+    SHARDED,
+    STAGES,
+    TENSOR,
+    drive,
+    planned,
+    require_same_states,
+    wanted,
+)
+from tests.support.gradients import write_corpus
+
+pytestmark = [*MARKS, pytest.mark.slow]
+
+STEPS = 6
+SURVIVAL = "megatron_hdp.megatron.lm.survival"
+LOOP = "megatron.training.training"
+VOTE = 2 * 3
+"""Which call of `largest` is the vote of step 3: each step has one before it begins, too."""
+
+
+def dies_in(function, calls, behind=False, module=SURVIVAL):
+    return {"function": function, "step": calls, "behind": behind, "module": module}
+
+
+MOMENTS = {
+    "in the step": dies_in(
+        "HdpSteps.run", 4, module="megatron_hdp.megatron.step.hdp_steps"
+    ),  # one is of an evaluation
+    "before the vote": dies_in("largest", VOTE),
+    "behind the vote": dies_in("largest", VOTE, behind=True),
+    "behind the commit": dies_in("LmSurvival.apply", 3, behind=True),
+    "before the log": dies_in("training_log", 3, module=LOOP),
+    "behind the log": dies_in("training_log", 3, behind=True, module=LOOP),
+    "in evaluation": dies_in("evaluate", 2, module=LOOP),
+    "while saving": dies_in("save", 2, module="megatron.core.dist_checkpointing"),
+    "before the next step": dies_in("largest", VOTE + 1),
+}
+VICTIMS = {"in the step": 0, "behind the commit": 3, "before the log": 3, "while saving": 0}
+
+
+def surviving(folder, name, changes=(), ranks=4, tokens="100", **more):
+    (folder / name).mkdir()
+    metrics = ["--metrics-path", str(folder / name / "metrics.jsonl")]
+    flags = [*HDP, tokens, *metrics, *changes]
+    flags += ["--hdp-survive"] if "survives" in more else []
+    return planned(folder, name, ranks, flags, steps=STEPS, save=f"{name}/saved", **more)
+
+
+def lines_of(folder, name):
+    text = (folder / name / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def require_same_run(folder, name, expected="one", within=1e-10, states_within=1e-6):
+    """In float64 all but Megatron's loss is, whose gradient rounds to float32."""
+    found, lines = lines_of(folder, name), lines_of(folder, expected)
+    assert [one["step"] for one in found] == [one["step"] for one in lines] == [1, 2, 3, 4, 5, 6]
+    for one, other in zip(found, lines, strict=True):
+        assert one["consumed_tokens"] == other["consumed_tokens"]
+        assert (one["validation_loss"] is None) == (one["step"] % 2 == 1)
+        for key in ("loss", "grad_norm", "validation_loss", "learning_rate"):
+            if other[key] is not None:
+                assert one[key] == pytest.approx(other[key], rel=within), (one["step"], key)
+    folders = f"{name}/saved", f"{expected}/saved"
+    require_same_states(folder, *folders, iteration=STEPS, rel=states_within)
+
+
+def log_of(folder, name):
+    return "".join(path.read_text() for path in sorted(folder.glob(f"log {name}.[0-9]*")))
+
+
+def require_lines_once(folder, name):
+    text = log_of(folder, name)
+    for step in range(1, STEPS + 1):
+        assert text.count(f" iteration {step:8d}/{STEPS:8d} |") == 1, step
+        assert text.count(f"hybrid data parallelism, iteration {step}: ") == 1, step
+        assert f"consumed samples: {8 * step:12d} |" in text
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moments")
+    write_corpus(folder, LENGTHS)
+    plan = [surviving(folder, "one", ranks=1, tokens="256", fp64=True)]
+    for name, fault in MOMENTS.items():
+        fault = {str(VICTIMS.get(name, 1)): fault}
+        plan.append(surviving(folder, name, survives=fault, fp64=True))
+    drive(folder, plan)
+    return folder
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_rank_dies(moments, name):
+    require_same_run(moments, name)
+    require_lines_once(moments, name)
+    assert "epoch 1: 3 HDP ranks" in (moments / f"log {name}.said").read_text()
+
+
+JOINS = {"survives": {"1": MOMENTS["before the vote"]}, "replaces": True, "waits_at": 5}
+LAYOUTS = {  # flags, tokens of a rank, and whose files have the same tensors
+    "plain": ([], "100", "one"),
+    "sharded": (OVERLAPPED, "100", "one sharded"),
+    "tensor": (TENSOR, "256", "one"),
+    "stages": ([*SHARDED, *STAGES], "256", "one sharded"),
+}
+
+
+@pytest.fixture(scope="module")
+def layouts(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    write_corpus(folder, LENGTHS)
+    ones = {"one": [], "one sharded": SHARDED}
+    plan = [surviving(folder, one, ones[one], ranks=1, tokens="256") for one in ones]
+    for name in wanted(request, LAYOUTS):
+        flags, tokens, _ = LAYOUTS[name]
+        plan.append(surviving(folder, name, flags, tokens=tokens, **JOINS))
+    drive(folder, plan)
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_dies_and_another_joins(layouts, name):
+    require_same_run(layouts, name, LAYOUTS[name][2], within=1e-5, states_within=1e-4)
+    require_lines_once(layouts, name)
+    said = (layouts / f"log {name}.said").read_text()
+    assert "epoch 1: " in said and "epoch 2: " in said and "1 HDP ranks join" in said
+
+
+def test_the_command_loses_a_rank(tmp_path):
+    write_corpus(tmp_path, LENGTHS)
+    run = surviving(tmp_path, "command", survives={})
+    launch = [sys.executable, "-m", "megatron_hdp.cli.main", "launch", "--nproc-per-node", "4"]
+    command = [*launch, "-m", "megatron_hdp", "run", run["script"], *run["arguments"]]
+    metrics, log = tmp_path / "command" / "metrics.jsonl", tmp_path / "log"
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    with log.open("w") as output:
+        job = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    try:
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+            assert job.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.02)
+        psutil.Process(job.pid).children()[1].kill()
+        assert job.wait(240) == ExitCode.DONE, log.read_text()[-3000:]
+    finally:
+        job.kill()
+    assert "was killed by SIGKILL" in log.read_text()
+    assert [one["step"] for one in lines_of(tmp_path, "command")] == [1, 2, 3, 4, 5, 6]
