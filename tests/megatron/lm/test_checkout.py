@@ -44,6 +44,7 @@ def test_every_patch_is_listed_with_its_reason_and_what_does_not_fit(tmp_path):
         "add_megatron_arguments": "expected the parameters (parser), found (parser, more)",
         "validate_args": "expected it to exist, found no validate_args",
         "_warmup_jit_function": "expected it to exist, found no _warmup_jit_function",
+        "_initialize_distributed": "expected it to exist, found no _initialize_distributed",
     }
     done = doctor(fake_megatron_lm.write(tmp_path, **changed), "--json")
     assert done.returncode == 0, done.stderr  # our own command can train

@@ -115,12 +115,12 @@ def test_a_rank_dies(moments, name):
     assert "epoch 1: 3 HDP ranks" in (moments / f"log {name}.said").read_text()
 
 
-JOINS = {"survives": {"1": MOMENTS["before the vote"]}, "replaces": True, "waits_at": 5}
+JOINS = {"survives": {"3": MOMENTS["before the vote"]}, "replaces": True, "waits_at": 5}
 LAYOUTS = {  # flags, tokens of a rank, and whose files have the same tensors
     "plain": ([], "100", "one"),
     "sharded": (OVERLAPPED, "100", "one sharded"),
     "tensor": (TENSOR, "256", "one"),
-    "stages": ([*SHARDED, *STAGES], "256", "one sharded"),
+    "stages": ([*SHARDED, *STAGES], "256", "two stages"),
 }
 
 
@@ -128,8 +128,11 @@ LAYOUTS = {  # flags, tokens of a rank, and whose files have the same tensors
 def layouts(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     write_corpus(folder, LENGTHS)
-    ones = {"one": [], "one sharded": SHARDED}
-    plan = [surviving(folder, one, ones[one], ranks=1, tokens="256") for one in ones]
+    plan = [
+        surviving(folder, "one", ranks=1, tokens="256"),
+        surviving(folder, "one sharded", SHARDED, ranks=1, tokens="256"),
+        surviving(folder, "two stages", LAYOUTS["stages"][0], ranks=2, tokens="256"),
+    ]
     for name in wanted(request, LAYOUTS):
         flags, tokens, _ = LAYOUTS[name]
         plan.append(surviving(folder, name, flags, tokens=tokens, **JOINS))
