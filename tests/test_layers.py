@@ -86,7 +86,7 @@ ROOMS: dict[str, set[str]] = {
     "megatron/lm": {
         *{"megatron", "megatron/options", "megatron/cpu"},
         *{"megatron/model", "megatron/optimizer", "megatron/checkpoint"},
-        *{"megatron/execution", "megatron/step"},
+        *{"megatron/execution", "megatron/step", "megatron/world"},
         *{"planner", "data", "runtime"},
     },
     "megatron/doctor": {

@@ -36,7 +36,7 @@ from megatron_hdp.megatron.options import (
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.step import loaders_spec
 from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
-from megatron_hdp.runtime.epochs.keys import address_of_agent
+from megatron_hdp.runtime.epochs import keys
 
 LEFT_OUT = (
     "hdp_global_batch_tokens",  # Megatron counts --global-batch-size samples a step
@@ -243,7 +243,7 @@ def _check_survival(args: argparse.Namespace) -> None:
                 "begins is bound to the ranks that were there: leave it out"
             )
     try:
-        address_of_agent()
+        keys.address_of_agent()
     except ValueError as error:
         raise OptionError(str(error)) from None
 
