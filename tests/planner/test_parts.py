@@ -319,6 +319,17 @@ def test_parts_make_a_step_shorter_or_the_plan_stays_as_it_is(strategy):
     assert min(gains) > 1.03, gains
 
 
+def test_with_virtual_stages_a_few_parts_fill_the_ramp():
+    """A part is back on the first stage behind the others: as many as stages leave no gap."""
+    lengths = np.array([2**19, *[2048] * 1500])
+    asked = {"ranks": 64, "tokens_per_rank": 8192, "pipeline_stages": 2, "cost_model": COSTS}
+    found = {}
+    for chunks, parts in ((8, 1), (1, 4), (8, 4)):
+        made = plan(lengths, **asked, virtual_stages=chunks, sequence_parts=parts)
+        found[chunks, parts] = evaluate(made, COSTS, 2, chunks).efficiency
+    assert found.pop((8, 4)) > 1.3 * max(found.values()), found
+
+
 def test_ranks_that_share_experts_run_as_many_parts_as_the_fullest_of_them():
     """A rank's padding behind its parts, and a domain's position in as many as it waits for."""
     lengths = np.array([60, 30, 20, 9])  # on ranks 0, 1 of a domain, then 0 and 2 of the other
@@ -351,18 +362,24 @@ def test_ranks_that_share_experts_run_as_many_parts_as_the_fullest_of_them():
 
 
 @slowly
-@given(problem=problems(offload=True), stages=st.integers(2, 4), parts=st.sampled_from([2, 5, 16]))
-def test_plans_in_parts_are_sound_and_take_what_they_say(problem, stages, parts):
+@given(
+    problem=problems(offload=True),
+    stages=st.integers(2, 4),
+    chunks=st.integers(1, 3),
+    parts=st.sampled_from([2, 5, 16]),
+)
+def test_plans_in_parts_are_sound_and_take_what_they_say(problem, stages, chunks, parts):
     """Whatever the costs: with offload, without times, with slow ranks, launch-bound."""
+    layout = {"pipeline_stages": stages, "virtual_stages": chunks}
     for strategy in ("pp-balance", "static", "dynamic-cp"):
         try:
-            made = problem.plan(strategy, pipeline_stages=stages, sequence_parts=parts)
+            made = problem.plan(strategy, **layout, sequence_parts=parts)
         except ValueError:
             assert strategy != "pp-balance" or problem.offload == "auto"
             continue
         made.validate(pipeline_stages=stages, num_layers=problem.model.num_layers)
         assert made.parts_of_each.max() <= parts
-        found = evaluate(made, problem.model, stages)
+        found = evaluate(made, problem.model, stages, chunks)
         assert made.summary["makespan_s"] == pytest.approx(found.makespan_s, rel=1e-9)
         assert found.lower_bound_s <= found.makespan_s * (1 + 1e-9)
 

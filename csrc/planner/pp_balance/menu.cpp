@@ -67,9 +67,12 @@ std::vector<int64_t> degrees_of(const Batch& batch, std::size_t place, bool whol
   return degrees;
 }
 
-// What a pass adds to a micro-batch in parts: P - 1 times the longest.
+// P times what a pass of all stages takes. With chunks a part is back on the first stage after P of
+// them: it waits at every chunk for those that are missing.
 double pass_s(const Problem& problem, double seconds, double part_s) {
-  return seconds + static_cast<double>(problem.pipeline_stages - 1) * part_s;
+  const auto stages = static_cast<double>(problem.pipeline_stages);
+  const double missing_s = problem.model_chunks == 1 ? 0 : std::max(0.0, stages * part_s - seconds);
+  return seconds + missing_s + parts_of_ramp(problem) * part_s;
 }
 
 // That of a sequence in so many parts.
@@ -240,11 +243,15 @@ double ring_seconds(const Batch& batch, std::size_t place, const Way& way,
   return sequence_s(problem, batch.length(place), way.degree, sizes, links, speed);
 }
 
+double parts_of_ramp(const Problem& problem) {
+  return static_cast<double>(problem.pipeline_stages - 1) / static_cast<double>(problem.model_chunks);
+}
+
 int64_t parts_of_pack(const Problem& problem, double seconds, double part_s) {
   const CostModel& cost = problem.cost;
   const double one_s = fixed_s(cost, 1) + cost.block_all_layers_s;
-  const auto ramp = static_cast<double>(problem.pipeline_stages - 1);
-  const double wanted = std::min(std::ceil(seconds / part_s), std::sqrt(ramp * seconds / one_s));
+  const double wanted =
+      std::min(std::ceil(seconds / part_s), std::sqrt(parts_of_ramp(problem) * seconds / one_s));
   // the negated form sends parts that cost nothing to the most
   if (!(wanted < static_cast<double>(problem.sequence_parts))) return problem.sequence_parts;
   return std::max<int64_t>(1, static_cast<int64_t>(wanted));

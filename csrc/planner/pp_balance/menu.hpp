@@ -24,7 +24,7 @@ struct Way {
 
 // What decides between the ways of a sequence.
 struct Taste {
-  double ramp = 0;    // what a part takes longer than part_s counts so often: at most P - 1
+  double ramp = 0;    // what a part takes longer than part_s counts so often: at most parts_of_ramp
   double part_s = 0;  // that a part should take, all stages
   double share = 1;   // of the makespan that a pass may take
   double lost_s = 0;  // what a rank loses where no part takes longer than part_s
@@ -67,6 +67,9 @@ class Menu {
 // Seconds of the slowest member, all stages and parts, of a sequence that runs in a way on this ring.
 double ring_seconds(const Batch& batch, std::size_t place, const Way& way,
                     const std::vector<int32_t>& ring);
+
+// So many parts pass a stage before the first one has passed all: (P - 1) / V.
+double parts_of_ramp(const Problem& problem);
 
 // In how many parts a micro-batch of one rank should run, of `seconds` if it runs whole, so that
 // parts take part_s, if launches do not cost more than that saves.

@@ -9,6 +9,7 @@
 
 #include "planner/base/side_by_side.hpp"
 #include "planner/pp_balance/menu.hpp"
+#include "planner/schedule/schedule.hpp"
 
 namespace hdp {
 namespace {
@@ -148,7 +149,7 @@ class Dealer {
 // Shares of the makespan that a pass may take.
 constexpr double kShares[] = {1.0, 0.7, 0.4, 0.2};
 
-// Of P - 1: how much of a part's time a rank loses in a pass; other micro-batches fill the rest.
+// Of the ramp: how much of a part's time a rank loses in a pass; other micro-batches fill the rest.
 constexpr double kRamps[] = {1.0, 0.4};
 
 // Times of parts, as shares of a rank's time.
@@ -201,7 +202,8 @@ class Search {
   explicit Search(const Batch& batch)
       : batch_(batch),
         all_(whole_sequences(batch.problem, batch.order)),
-        more_(batch.problem.pipeline_stages - 1) {
+        more_(batch.problem.pipeline_stages - 1),
+        ramp_(parts_of_ramp(batch.problem)) {
     menus_.emplace_back(batch, false);
     if (batch.problem.cost.double_rings) menus_.emplace_back(batch, true);
   }
@@ -214,7 +216,7 @@ class Search {
     sketch_from(0);
     const std::size_t first = tried_.size();
     for (std::size_t i = 0; i < std::min(kLeaders, first); ++i) {
-      for (const int64_t lead : std::set<int64_t>{0, 1, more_}) {
+      for (const int64_t lead : leads()) {
         Tried other = tried_[i];
         other.lead = lead;
         add(std::move(other));
@@ -230,7 +232,7 @@ class Search {
     for (const double of_ramp : kRamps) {
       for (const double part : kParts) {
         const double part_s = part * batch_.share_s;
-        const double ramp = of_ramp * static_cast<double>(more_);
+        const double ramp = of_ramp * ramp_;
         all.push_back({{ramp, part_s, share, ramp * part_s}, part_s, 0});
       }
     }
@@ -238,13 +240,19 @@ class Search {
   }
 
   std::vector<Tried> between_packs() const {
-    const auto ramp = static_cast<double>(more_);
     const double short_s = kShortParts * batch_.full_s;
     std::vector<Tried> all;
     for (const double part : kBetween) {
-      all.push_back({{ramp, part * batch_.full_s, 1, ramp * short_s}, short_s, more_});
+      all.push_back({{ramp_, part * batch_.full_s, 1, ramp_ * short_s}, short_s, more_});
     }
     return all;
+  }
+
+  // Numbers of rows before the rings; with chunks whole groups.
+  std::set<int64_t> leads() const {
+    if (batch_.problem.model_chunks == 1) return {0, 1, more_};
+    const int64_t group = group_size(batch_.problem);
+    return {0, group, 2 * group};
   }
 
   // The least first.
@@ -348,6 +356,7 @@ class Search {
   std::vector<Whole> all_;
   std::vector<Menu> menus_;
   int64_t more_;  // P - 1
+  double ramp_;   // parts_of_ramp
   std::vector<Tried> tried_;
 };
 

@@ -359,7 +359,7 @@ namespace {
 double add_in_parts(const Batch& batch, std::vector<Plan>& plans) {
   const Problem& problem = batch.problem;
   const bool has_parts = may_run_in_parts(problem) || problem.streams;
-  if (!has_parts || problem.model_chunks > 1 || problem.expert_ranks > 1) return kInfinity;
+  if (!has_parts || problem.expert_ranks > 1) return kInfinity;
   PipelineDraft draft = in_parts(batch);
   plans.push_back(std::move(draft.plan));
   return draft.makespan_s;

@@ -323,10 +323,9 @@ def check_run(args: TrainingArguments) -> None:
 def virtual_stage_choices(args: TrainingArguments) -> dict[int, TrainingArguments]:
     """The same run with each number of virtual stages per rank that its layers allow.
 
-    Empty without pipeline stages, and with a layout or parts, which fix the number. `args` are
-    checked.
+    Empty without pipeline stages, and with a layout, which fixes the number. `args` are checked.
     """
-    is_fixed = args.pipeline_model_parallel_layout is not None or args.sequence_parts > 1
+    is_fixed = args.pipeline_model_parallel_layout is not None
     if args.pipeline_model_parallel_size == 1 or is_fixed:
         return {}
     choices = {}

@@ -55,7 +55,7 @@ def what_is_held(folder):
     maps = Path("/proc/self/maps").read_text()
     files = sorted(path.name for path in folder.path.iterdir())
     descriptors = len(os.listdir("/proc/self/fd"))
-    return threading.active_count(), descriptors, maps.count(str(folder.path)), files
+    return set(threading.enumerate()), descriptors, maps.count(str(folder.path)), files
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,9 @@ def test_ranks_that_are_killed_leave_nothing_behind(tmp_path, num_ranks, forgets
     after = what_is_held(folder)
     if forgets:  # the same measure finds what a handler does not release
         assert len(after[3]) == len(before[3]) + forgets
-    else:
-        assert after == before
+    else:  # what other tests left may end meanwhile
+        assert after[0] <= before[0] and after[1] <= before[1]
+        assert after[2:] == before[2:]
     server.close()
     folder.close()
     assert not folder.path.exists()
