@@ -24,7 +24,7 @@ OURS = "auto"
 """pp-balance, ep-balance with shared experts."""
 
 IN_PARTS = "in parts"
-"""What results of ours are named whose micro-batches may run in parts, on V = 1."""
+"""What results of ours are named whose micro-batches may run in parts."""
 
 ON_DOUBLE_RINGS = "double rings"
 """The same on rings that use the links of all their members of a node."""
@@ -79,8 +79,9 @@ def measure_staged(
     if sequence_parts > 1:
         costs = dataclasses.replace(case.cost_model, double_rings=True)
         double = dataclasses.replace(case, cost_model=costs)
-        columns.append((IN_PARTS, OURS, case, 1, sequence_parts))
-        columns.append((ON_DOUBLE_RINGS, OURS, double, 1, sequence_parts))
+        for chunks in virtual_stages:
+            columns.append((IN_PARTS, OURS, case, chunks, sequence_parts))
+            columns.append((ON_DOUBLE_RINGS, OURS, double, chunks, sequence_parts))
     for name, strategy, one, chunks, parts in columns:
         planned = _planned(*told_of(one, strategy, chunks), parts, seed, repeats)
         result = Staged(

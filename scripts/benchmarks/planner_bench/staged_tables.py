@@ -25,10 +25,9 @@ _BLIND_NOTE = (
     "position on all of their ranks:"
 )
 _PARTS_NOTE = (
-    "Efficiency (total compute / ranks / P / makespan), mean of the batches; whole with the V that "
-    "is best, in parts on V = 1. *Bound*: that of a plan which takes what no plan in so many parts "
-    "can beat; *of the bound*: that time / makespan. *On double rings*: efficiency; *ms*: planning "
-    "for these."
+    "Efficiency (total compute / ranks / P / makespan), mean of the batches, with the V that is "
+    "best for them. *Bound*: that of a plan which takes what no plan in so many parts can beat; "
+    "*of the bound*: that time / makespan. *On double rings*: efficiency; *ms*: planning for these."
 )
 _SUMMARY_NOTE = (
     "*Row*: the mean of its batches. Where a strategy has no plan for a batch, its figures leave "
@@ -142,7 +141,7 @@ class StagedTables:
         yield from head(["batch", *names, *ours])
         rows = []
         for case in self._cases:
-            parts, double = (self._cell(case, one, 1) for one in (IN_PARTS, ON_DOUBLE_RINGS))
+            parts, double = (self._best_cell(case, one) for one in (IN_PARTS, ON_DOUBLE_RINGS))
             bounds = [one.perfect_s / one.bound_s for one in parts if one.perfect_s and one.bound_s]
             planned = [self._best_efficiency(case, strategy) for strategy in whole]
             figures = [known(parts, "efficiency"), bounds, known(parts, "of_the_bound")]
@@ -155,12 +154,12 @@ class StagedTables:
         yield row(["worst", *_efficiencies([*worst, max(columns[-1], default=None)])])
 
     def _best_efficiency(self, case: Case, strategy: str) -> float | None:
+        return _mean(known(self._best_cell(case, strategy), "efficiency"))
+
+    def _best_cell(self, case: Case, strategy: str) -> list[Staged]:
         """With the V that is best for the batches together."""
-        means = (
-            _mean(known(self._cell(case, strategy, chunks), "efficiency"))
-            for chunks in self._chunks
-        )
-        return max((one for one in means if one is not None), default=None)
+        cells = [self._cell(case, strategy, chunks) for chunks in self._chunks]
+        return max(cells, key=lambda cell: _mean(known(cell, "efficiency")) or 0.0)
 
     def _summary_of(self, strategy: str, chunks: int) -> list[str]:
         rows = [self._cell(case, strategy, chunks) for case in self._cases]
