@@ -7,7 +7,6 @@ lose it end. Ranks of other nodes are started and ended through these nodes' age
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 import uuid
@@ -67,12 +66,7 @@ class Agent:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             keys.NODE_TIMEOUT: str(plan.node_timeout_s if plan.num_nodes > 1 else 0),
         }
-        own = {
-            "GROUP_RANK": str(_FIRST),
-            keys.HOST: keys.own_host(),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        }
-        self._ranks = NodeRanks(plan.command, plan.num_ranks, own)
+        self._ranks = NodeRanks(plan.command, plan.num_ranks, plan.environment())
         arrival = Arrival(keys.own_host(), plan.num_nodes, plan.num_ranks)
         self._others = OtherNodes(self._store, arrival, plan.node_timeout_s, say)
         self._coordinator = Coordinator(self._store, range(world_size), say)
@@ -121,14 +115,12 @@ class Agent:
 
     def _watch(self) -> int:
         coordinator = self._coordinator
-        worst, survived = 0, False
+        worst = 0
         while True:
             survives = coordinator.begin()
-            if survives and not survived:
-                survived = True
+            if survives:
                 for node in self._others.present.values():
                     node.survive()
-            if survives:
                 for member in self._ranks.give_up_stopped(STOPPED_S):
                     say(f"member {member} was stopped for {STOPPED_S:.0f} s: it is given up")
             for ended in self._ended():

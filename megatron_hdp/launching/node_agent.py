@@ -59,12 +59,7 @@ class NodeAgent:
         try:
             if not self._is_found():
                 return ExitCode.BLAMES_ANOTHER if self._signals.empty() else ExitCode.INTERRUPTED
-            environment = {
-                "GROUP_RANK": str(plan.node_rank),
-                keys.HOST: keys.own_host(),
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            }
-            self._ranks = NodeRanks(plan.command, plan.num_ranks, environment)
+            self._ranks = NodeRanks(plan.command, plan.num_ranks, plan.environment())
             try:
                 self._arrive()
                 return self._obey()

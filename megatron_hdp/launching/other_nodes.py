@@ -44,6 +44,7 @@ class OtherNode:
     why_lost: str = ""
     _slots: dict[int, int] = field(default_factory=dict)
     _ended: list[Ended] = field(default_factory=list)
+    _survives: bool = False
     _num_orders: int = 0
     _num_told: int = 0
     _beats: int = -1
@@ -78,8 +79,10 @@ class OtherNode:
         self._say(Order("signal", number=number))
 
     def survive(self) -> None:
-        """Says that the job survives the loss of ranks from now on."""
-        self._say(Order("survive"))
+        """Says, once, that the job survives the loss of ranks from now on."""
+        if not self._survives:
+            self._survives = True
+            self._say(Order("survive"))
 
     def end(self, code: int, why: str = "") -> None:
         """Ends all processes and the agent."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron_hdp.runtime.epochs import keys
 
 LOOK_S = 0.01
 GRACE_S = 30.0
@@ -34,6 +37,14 @@ class LaunchPlan:
     """After which a node that gives no sign of life is lost."""
     join_s: float = 600.0
     """How long nodes wait for each other at the start."""
+
+    def environment(self) -> dict[str, str]:
+        """What all ranks of this node find in theirs."""
+        return {
+            "GROUP_RANK": str(self.node_rank),
+            keys.HOST: keys.own_host(),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
 
 
 def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:

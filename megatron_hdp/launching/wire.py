@@ -12,10 +12,11 @@ taken for the one that came after it. Beats are counted, not timed: clocks of ho
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Literal, Self
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_hdp.runtime.epochs.keys import Message
 
 BELL = "bell"
 BEATS = 10
@@ -26,19 +27,7 @@ others go on without them."""
 
 
 @dataclass(frozen=True)
-class _Message:
-    def to_json(self) -> str:
-        """As the store keeps it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes | str) -> Self:
-        """The inverse of `to_json`."""
-        return cls(**json.loads(text))
-
-
-@dataclass(frozen=True)
-class Arrival(_Message):
+class Arrival(Message):
     """What an agent brings."""
 
     host: str
@@ -48,7 +37,7 @@ class Arrival(_Message):
 
 
 @dataclass(frozen=True)
-class Order(_Message):
+class Order(Message):
     """What an agent is to do.
 
     - ``start``: a process, in a slot
@@ -69,7 +58,7 @@ class Order(_Message):
 
 
 @dataclass(frozen=True)
-class Told(_Message):
+class Told(Message):
     """What an agent has seen: a process that ended, a signal to itself, or its own end."""
 
     what: Literal["ended", "signal", "bye"]

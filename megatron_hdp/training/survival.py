@@ -67,17 +67,7 @@ def pretrain(arguments: TrainingArguments, membership: Membership) -> list[StepM
     _require_known(arguments)
     with StopSignals() as signals, closing(membership):
         run = _Run(arguments, membership, signals)
-        epoch = run.begin()
-        while True:
-            try:
-                return run.take_part(epoch)
-            except EpochEnds:
-                pass
-            except RankFailure:
-                raise
-            except RuntimeError as error:
-                run.recovery.require_survivable(error)
-            epoch = run.recovery.leave(epoch)  # behind the block, which holds what the step kept
+        return run.recovery.through_epochs(run.begin(), run.take_part)
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,10 @@ def test_a_node_is_lost_and_comes_back(tmp_path):
         job.joins(2, behind=1)
         assert job.members(2) == (0, 2)
         assert job.rank(2)[1] == "host-1"
+        os.kill(job.agents[1].pid, signal.SIGTERM)  # its agent knows, too, that the job survives
+        job.leave(2)
+        assert job.members(3) == (0,) and job.lives(2)
+        job.kill(2)
         assert job.end() == [ExitCode.DONE, ExitCode.DONE], job.log(0) + job.log(1)
 
 

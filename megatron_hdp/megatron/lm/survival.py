@@ -155,19 +155,14 @@ class LmSurvival:
             epoch = self.recovery.admitted()
         else:
             self.recovery.heartbeat = self._job.heartbeat
-        while True:
-            try:
-                self._epoch = epoch
-                if epoch.number:
-                    self._enter(epoch)
-                return original(**given)
-            except EpochEnds:
-                pass
-            except RankFailure:
-                raise
-            except RuntimeError as error:
-                self.recovery.require_survivable(error)
-            epoch = self.recovery.leave(epoch)  # behind the block, which holds what the step kept
+
+        def take_part(epoch: Epoch) -> Any:
+            self._epoch = epoch
+            if epoch.number:
+                self._enter(epoch)
+            return original(**given)
+
+        return self.recovery.through_epochs(epoch, take_part)
 
     def train_step(self, original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         """One call of Megatron's ``train_step()``."""

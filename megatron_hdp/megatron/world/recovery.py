@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -30,6 +30,9 @@ from megatron_hdp.runtime.timeline import Timeline
 
 _NOTICE_S = 20.0
 """How long failed communication may remain without a word of the agent's, where one node is."""
+
+
+_Result = TypeVar("_Result")
 
 
 class EpochEnds(Exception):
@@ -210,12 +213,26 @@ class Recovery:
         )
         return terms
 
-    def require_survivable(self, error: BaseException) -> None:
-        """Returns if the epoch is over, which explains why communication failed; else raises."""
-        if not self.membership.is_over.wait(_NOTICE_S + keys.node_timeout_s()):
-            raise error
+    def through_epochs(self, epoch: Epoch, take_part: Callable[[Epoch], _Result]) -> _Result:
+        """What `take_part` returns, called for an epoch and those that follow one that ends early.
 
-    def leave(self, epoch: Epoch) -> Epoch:
+        Raises:
+            NotNamedError: the job continues without this rank.
+            RankFailure: too few ranks, or not all parts of the optimizer, are left.
+        """
+        while True:
+            try:
+                return take_part(epoch)
+            except EpochEnds:
+                pass
+            except RankFailure:
+                raise
+            except RuntimeError:  # perhaps communication failed because the epoch is over
+                if not self.membership.is_over.wait(_NOTICE_S + keys.node_timeout_s()):
+                    raise
+            epoch = self._leave(epoch)  # behind the block, which holds what the step kept
+
+    def _leave(self, epoch: Epoch) -> Epoch:
         """Leaves an epoch; returns the one that follows.
 
         Raises:

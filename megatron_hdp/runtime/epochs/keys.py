@@ -30,17 +30,8 @@ TERMS = "terms"
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Under which terms a job survives the death of ranks."""
-
-    least: int
-    """HDP ranks below which no step can run."""
-    replica: int
-    """Processes of an HDP rank: tensor-parallel times pipeline ranks."""
-    stages: int
-    """Of the pipeline: a replica's processes stand apart by the ranks of a stage."""
-    pause_s: float
-    """How long the job waits for others while it has fewer ranks."""
+class Message:
+    """What one process leaves for another in the store."""
 
     def to_json(self) -> str:
         """As the store keeps it."""
@@ -53,7 +44,21 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class Terms(Message):
+    """Under which terms a job survives the death of ranks."""
+
+    least: int
+    """HDP ranks below which no step can run."""
+    replica: int
+    """Processes of an HDP rank: tensor-parallel times pipeline ranks."""
+    stages: int
+    """Of the pipeline: a replica's processes stand apart by the ranks of a stage."""
+    pause_s: float
+    """How long the job waits for others while it has fewer ranks."""
+
+
+@dataclass(frozen=True)
+class Epoch(Message):
     """Who is in the job."""
 
     number: int
@@ -63,10 +68,6 @@ class Epoch:
     """What ended the one before, in words."""
     is_last: bool = False
     """Whether the members only save what they have and end: they are too few."""
-
-    def to_json(self) -> str:
-        """As the store keeps it."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Self:
