@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_hdp.runtime.epochs.keys import Message
+from megatron_hdp.runtime.epochs import Message
 
 BELL = "bell"
 BEATS = 10

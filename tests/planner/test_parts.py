@@ -320,14 +320,18 @@ def test_parts_make_a_step_shorter_or_the_plan_stays_as_it_is(strategy):
 
 
 def test_with_virtual_stages_a_few_parts_fill_the_ramp():
-    """A part is back on the first stage behind the others: as many as stages leave no gap."""
-    lengths = np.array([2**19, *[2048] * 1500])
+    """A part is back on the first stage behind the others: as many as stages leave no gap.
+
+    So a ring need not be wider than memory wants it, as it is if it shall pass whole.
+    """
+    lengths = np.array([2**18, *[2048] * 3000])
     asked = {"ranks": 64, "tokens_per_rank": 8192, "pipeline_stages": 2, "cost_model": COSTS}
     found = {}
     for chunks, parts in ((8, 1), (1, 4), (8, 4)):
         made = plan(lengths, **asked, virtual_stages=chunks, sequence_parts=parts)
         found[chunks, parts] = evaluate(made, COSTS, 2, chunks).efficiency
-    assert found.pop((8, 4)) > 1.3 * max(found.values()), found
+    assert found.pop((8, 4)) > 1.08 * max(found.values()), found
+    assert int(np.diff(made.rank_offsets).max()) == 32
 
 
 def test_ranks_that_share_experts_run_as_many_parts_as_the_fullest_of_them():

@@ -5,7 +5,7 @@ names the members of each; a process that it does not name may only leave.
 """
 
 from megatron_hdp.runtime.epochs import keys
-from megatron_hdp.runtime.epochs.keys import Epoch, Terms
+from megatron_hdp.runtime.epochs.keys import Epoch, Message, Terms
 from megatron_hdp.runtime.epochs.membership import Membership, NotNamedError
 
-__all__ = ["Epoch", "Membership", "NotNamedError", "Terms", "keys"]
+__all__ = ["Epoch", "Membership", "Message", "NotNamedError", "Terms", "keys"]
