@@ -32,6 +32,7 @@ _CONNECT_S = 2.0
 _STORE_S = 60.0
 _WATCH_S = 0.05
 _KILLED_S = 5.0
+_LAST_S = 2.0
 _GONE = "the first node's agent cannot be reached"
 
 
@@ -49,6 +50,7 @@ class NodeAgent:
         self._survives = False
         self._ends = threading.Event()
         self._fencing = threading.Lock()
+        self._threads: list[threading.Thread] = []
         self._num_told = 0
         self._renewed_at = time.monotonic()
 
@@ -68,6 +70,8 @@ class NodeAgent:
             finally:
                 self._ends.set()
                 self._ranks.end(GRACE_S)
+                for thread in self._threads:  # one that the store lets go while Python ends aborts
+                    thread.join(_LAST_S)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -105,7 +109,9 @@ class NodeAgent:
             (self._listen, (self._connect(),)),
             (self._watch_lease, ()),
         ):
-            threading.Thread(target=work, args=arguments, name="node-agent", daemon=True).start()
+            thread = threading.Thread(target=work, args=arguments, name="node-agent", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def _obey(self) -> int:
         while True:
@@ -117,6 +123,7 @@ class NodeAgent:
                     if order.why:
                         say(order.why)
                     self._ranks.end(GRACE_S)
+                    self._ends.set()  # behind its farewell the store may be gone
                     self._tell(Told("bye"))
                     return order.number
                 self._do(order)
@@ -178,6 +185,8 @@ class NodeAgent:
             except dist.DistError:
                 continue  # no order
             self._orders.put(order)
+            if order.what in wire.LAST:
+                return
             number += 1
 
     def _watch_lease(self) -> None:

@@ -24,6 +24,8 @@ BEATS = 10
 LEASE = 0.7
 """The share of that time after which an agent that reaches nobody has killed its own ranks: before
 others go on without them."""
+LAST = ("end", "give_up")
+"""Orders behind which an agent gets no other."""
 
 
 @dataclass(frozen=True)

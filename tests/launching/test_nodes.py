@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -316,6 +317,16 @@ def test_a_node_of_another_size_is_refused():
     job.comes(1, "b", num_ranks=4)
     assert "found --nnodes 3 --nproc-per-node 4 on node 1 (host b)" in job.nodes.misfit
     assert job.latest_order(1, 1).number == ExitCode.MISTAKE and 1 in job.nodes.missing
+
+
+def test_an_agent_leaves_no_thread_in_the_store():
+    """One that the store lets go while Python ends aborts the process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set(wire.order(1, 1, 0), Order("end", number=7).to_json())
+    plan = LaunchPlan(COMMAND, 1, "127.0.0.1", store.port, 0, num_nodes=2, node_rank=1)
+    assert NodeAgent(plan).run() == 7
+    assert "node-agent" not in [thread.name for thread in threading.enumerate()]
+    assert Told.from_json(store.get(wire.told(1, 1, 0))).what == "bye"
 
 
 @pytest.mark.parametrize(
