@@ -104,8 +104,10 @@ def _add_ranks(group: "argparse._ArgumentGroup") -> None:
     )
     add(
         "--double-rings",
-        action="store_true",
-        help="rings over several nodes send on the links of all their members of a node",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="whether rings over several nodes send on the links of all their members of a node; "
+        "auto: as the cost model says, and in parts (default: auto)",
     )
     add(
         "--rank-speeds",

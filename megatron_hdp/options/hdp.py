@@ -169,11 +169,13 @@ class HdpOptions:
         "hop: the error is about 0.6 % at 64 ranks instead of 0.3 %. Float32 sends a third "
         "more bytes.",
     )
-    hdp_double_rings: bool = option(
-        False,
+    hdp_double_rings: str = option(
+        "auto",
+        choices=("auto", "on", "off"),
         help="Rings over several nodes send on the links of all their members of a node, side by "
         "side, not on one: Double-Ring-Attention. Plans then prefer rings of whole nodes. For "
-        "nodes whose ranks have a network link each; such rings run by this package's own ring.",
+        "nodes whose ranks have a network link each; such rings run by this package's own ring. "
+        "auto: on with --hdp-sequence-parts, whose rings have little to hide their traffic under.",
     )
     hdp_mla_ring: str = option(
         "auto",

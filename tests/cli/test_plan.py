@@ -122,6 +122,9 @@ def test_stages(printed, tmp_path):
     auto, most = (printed(*stages, "--sequence-parts", parts) for parts in ("auto", 16))
     assert "in up to 16 parts" in auto
     assert figure(auto, "makespan") == figure(most, "makespan") < figure(text, "makespan")
+    over_nodes = (*stages, "--sequence-parts", 16, "--ranks-per-node", 2)
+    double, plain = (printed(*over_nodes, "--double-rings", rings) for rings in ("auto", "off"))
+    assert figure(double, "makespan") < figure(plain, "makespan")
     virtual = printed(*stages, "--virtual-stages", 3)
     assert "4,096 tokens and 2 stages of 3 virtual stages each\n" in virtual
 

@@ -91,7 +91,9 @@ def cost_model_of(arguments: argparse.Namespace) -> tuple[CostModel, str]:
         changes["num_layers"] = max(1, model.shape.num_layers // arguments.pipeline_stages)
     if arguments.ranks_per_node is not None:
         changes["ranks_per_node"] = arguments.ranks_per_node
-    if arguments.double_rings:
+    if arguments.double_rings != "auto":
+        changes["double_rings"] = arguments.double_rings == "on"
+    elif arguments.pipeline_stages > 1 and arguments.sequence_parts != 1:
         changes["double_rings"] = True
     if arguments.rank_speeds is not None:
         changes["rank_speeds"] = read_speeds(arguments.rank_speeds, arguments.ranks)

@@ -66,6 +66,13 @@ class TrainingArguments(
             return 1
         return auto_parts(self.pipeline_model_parallel_size)
 
+    @property
+    def double_rings(self) -> bool:
+        """Whether rings over several nodes are double."""
+        if self.hdp_double_rings == "auto":
+            return self.sequence_parts > 1
+        return self.hdp_double_rings == "on"
+
 
 GROUPS = (
     HdpOptions,

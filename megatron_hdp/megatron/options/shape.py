@@ -207,8 +207,15 @@ def job_of(arguments: TrainingArguments, num_gpus: int, vocab_size: int) -> Job:
         stream_sums_wide=arguments.hdp_stream_sums == "float32",
         keeps_latents=arguments.multi_latent_attention and arguments.hdp_mla_ring != "kv",
         runs_parts=arguments.sequence_parts > 1,
-        double_rings=arguments.hdp_double_rings,
+        double_rings=arguments.double_rings and _ranks_per_node(arguments) > 1,
     )
+
+
+def _ranks_per_node(arguments: TrainingArguments) -> int:
+    """HDP ranks of a node, as the cost model says that the run plans with."""
+    if arguments.cost_model_file is not None:
+        return CostModel.from_json(arguments.cost_model_file).ranks_per_node
+    return max(1, CostModel.ranks_per_node // arguments.tensor_model_parallel_size)
 
 
 def _recompute_modules(arguments: TrainingArguments) -> tuple[str, ...]:
@@ -257,7 +264,7 @@ def cost_model_of_job(
         found = replace(found, input_share=input_share(job, found.num_layers))
     found = replace(found, sum_ratio=job.stream_sum_ratio)
     found = following(found, nccl, job.hdp_ranks, job.tensor_ranks)
-    found = replace(found, double_rings=arguments.hdp_double_rings)
+    found = replace(found, double_rings=arguments.double_rings)
     if arguments.hdp_rank_speeds is None:
         return found
     path, ranks = arguments.hdp_rank_speeds, f"the run's {job.hdp_ranks} HDP ranks"

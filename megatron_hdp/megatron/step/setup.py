@@ -87,7 +87,7 @@ def build_executor(
     in_parts = arguments.sequence_parts > 1 or arguments.streams
     if in_parts:
         attention = with_parts(attention, shapes)
-    if arguments.hdp_double_rings:
+    if arguments.double_rings:
         attention = with_double_rings(attention, comm, shapes)
     if arguments.multi_latent_attention:
         attention = with_latent_ring(attention, arguments.hdp_mla_ring, shapes)

@@ -26,7 +26,7 @@ OURS = "auto"
 IN_PARTS = "in parts"
 """What results of ours are named whose micro-batches may run in parts."""
 
-ON_DOUBLE_RINGS = "double rings"
+ON_PLAIN_RINGS = "plain rings"
 """The same on rings that use the links of all their members of a node."""
 
 _KEPT_PLANS = 256  # of one case for all V and seeds, so that the next one may have the same
@@ -80,8 +80,8 @@ def measure_staged(
         costs = dataclasses.replace(case.cost_model, double_rings=True)
         double = dataclasses.replace(case, cost_model=costs)
         for chunks in virtual_stages:
-            columns.append((IN_PARTS, OURS, case, chunks, sequence_parts))
-            columns.append((ON_DOUBLE_RINGS, OURS, double, chunks, sequence_parts))
+            columns.append((IN_PARTS, OURS, double, chunks, sequence_parts))
+            columns.append((ON_PLAIN_RINGS, OURS, case, chunks, sequence_parts))
     for name, strategy, one, chunks, parts in columns:
         planned = _planned(*told_of(one, strategy, chunks), parts, seed, repeats)
         result = Staged(

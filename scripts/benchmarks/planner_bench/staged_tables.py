@@ -6,7 +6,7 @@ from statistics import fmean
 
 from planner_bench.cases import Case
 from planner_bench.markdown import NOT_RUN, head, known, mark, mean_and_worst, notes, row
-from planner_bench.staged import IN_PARTS, ON_DOUBLE_RINGS, OURS, Staged, told_of
+from planner_bench.staged import IN_PARTS, ON_PLAIN_RINGS, OURS, Staged, told_of
 
 _WIDTH = 130  # of a page's lines
 
@@ -27,7 +27,7 @@ _BLIND_NOTE = (
 _PARTS_NOTE = (
     "Efficiency (total compute / ranks / P / makespan), mean of the batches, with the V that is "
     "best for them. *Bound*: that of a plan which takes what no plan in so many parts can beat; "
-    "*of the bound*: that time / makespan. *On double rings*: efficiency; *ms*: planning for these."
+    "*of the bound*: that time / makespan; *ms*: planning. In parts rings over nodes are double."
 )
 _SUMMARY_NOTE = (
     "*Row*: the mean of its batches. Where a strategy has no plan for a batch, its figures leave "
@@ -137,15 +137,15 @@ class StagedTables:
         yield from _titled("Whole and in parts", _PARTS_NOTE)
         whole = [*self._others, OURS]
         names = ["ours whole" if strategy == OURS else strategy for strategy in whole]
-        ours = "ours in parts", "bound", "of the bound", "on double rings", "ms"
+        ours = "ours in parts", "bound", "of the bound", "on plain rings", "ms"
         yield from head(["batch", *names, *ours])
         rows = []
         for case in self._cases:
-            parts, double = (self._best_cell(case, one) for one in (IN_PARTS, ON_DOUBLE_RINGS))
+            parts, plain = (self._best_cell(case, one) for one in (IN_PARTS, ON_PLAIN_RINGS))
             bounds = [one.perfect_s / one.bound_s for one in parts if one.perfect_s and one.bound_s]
             planned = [self._best_efficiency(case, strategy) for strategy in whole]
             figures = [known(parts, "efficiency"), bounds, known(parts, "of_the_bound")]
-            figures += [known(double, "efficiency"), known(double, "planning_ms")]
+            figures += [known(plain, "efficiency"), known(parts, "planning_ms")]
             rows.append([*planned, *map(_mean, figures)])
             yield row([case.name, *_efficiencies(rows[-1])])
         columns = [[one for one in column if one is not None] for column in zip(*rows, strict=True)]

@@ -11,8 +11,10 @@ from megatron_hdp.megatron.options import (
     GROUPS,
     TrainingArguments,
     build_parser,
+    cost_model_of_job,
     expert_domain_size,
     head_sizes,
+    job_of,
     markdown_tables,
     num_model_chunks,
     parse_arguments,
@@ -246,6 +248,24 @@ def test_auto_as_a_number_of_parts(flags: str, most: int, tmp_path: Path) -> Non
     for auto in (["--hdp-sequence-parts", "auto"], _yaml(tmp_path, "hdp-sequence-parts: auto")):
         assert parse_arguments([*given, *auto]).sequence_parts == most
     assert parse_arguments(given).sequence_parts == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "are_double", "take_room"),
+    [
+        ("", False, False),
+        ("--hdp-double-rings on", True, True),
+        ("--hdp-sequence-parts auto", True, True),
+        ("--hdp-sequence-parts 4 --hdp-double-rings off", False, False),
+        ("--hdp-sequence-parts 4 --tensor-model-parallel-size 8", True, False),  # one a node
+    ],
+)
+def test_rings_are_double_with_parts(flags: str, are_double: bool, take_room: bool) -> None:
+    model = f"{PP} --num-layers 8 --num-attention-heads 8"
+    arguments = parse_arguments([*REQUIRED, *HDP, *model.split(), *flags.split()])
+    job = job_of(arguments, 64, 512)
+    assert arguments.double_rings == cost_model_of_job(arguments, job).double_rings == are_double
+    assert job.double_rings == take_room
 
 
 @pytest.mark.parametrize(
