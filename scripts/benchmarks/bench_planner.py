@@ -32,8 +32,10 @@ from planner_bench.staged import OURS, Staged, measure_staged
 from planner_bench.staged_tables import StagedTables
 from planner_bench.tables import tables
 
+from megatron_hdp.options import auto_or
 from megatron_hdp.planner import LLAMA_7B
 from megatron_hdp.planner import STRATEGIES as PLANNER_STRATEGIES
+from megatron_hdp.planner.parts import auto_parts
 
 STRATEGIES = ("static", "naive", "bytescale", "auto")
 """``auto`` is ours: dp-balance, pp-balance with pipeline stages, ep-balance with shared experts."""
@@ -87,10 +89,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add(
         "--sequence-parts",
-        type=int,
-        default=16,
-        metavar="N",
-        help="with --pipelines: also ours with micro-batches in up to N parts (default: 16; 1: no)",
+        type=auto_or(int),
+        default=None,
+        metavar="auto|N",
+        help="with --pipelines: also ours with micro-batches in up to N parts; 1: no; auto: 8 for "
+        "each stage (default: auto)",
     )
     add(
         "--tokens",
@@ -109,7 +112,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--list", action="store_true", help="print the names of the cases")
     arguments = parser.parse_args(argv)
     for flag in ("seeds", "repeats", "sequence_parts"):
-        if getattr(arguments, flag) < 1:
+        if getattr(arguments, flag) is not None and getattr(arguments, flag) < 1:
             name = flag.replace("_", "-")
             parser.error(f"--{name} is {getattr(arguments, flag)}; expected at least 1")
     if arguments.tokens is not None and arguments.tokens < 1:
@@ -206,11 +209,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"`{command}` on {machine}\n\n{step_table(cases, parts)}")
         return 0
     strategies, chunks, repeats = arguments.strategies, arguments.virtual_stages, arguments.repeats
-    parts = 1 if arguments.experts else arguments.sequence_parts
     results: list[Result | Staged] = []
     for case, seed in itertools.product(cases, range(1 if arguments.quick else arguments.seeds)):
         print(f"{case.name}, seed {seed}", file=sys.stderr, flush=True)
         if arguments.pipelines:
+            most = arguments.sequence_parts or auto_parts(case.pipeline_stages)
+            parts = 1 if arguments.experts else most
             results += measure_staged(case, seed, strategies, chunks, repeats, parts)
         else:
             results += measure(case, seed, strategies, repeats, arguments.noise)
