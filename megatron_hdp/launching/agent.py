@@ -128,14 +128,15 @@ class Agent:
                 for mate in coordinator.note(ended):
                     self._kill(mate)
                 if ended.code and is_member:
-                    worst = worst or _code_of(ended)
+                    worst = worst or max(ended.code, 0)  # below 0: a signal's
                     if not survives or ended.code in FINAL:
                         say(f"{ended.words()}: the job ends")
-                        return worst
+                        return worst or ExitCode.FAILED
             if coordinator.is_done():
                 return ExitCode.DONE
-            if not any(map(coordinator.is_member, coordinator.epoch.members)):
-                return worst or ExitCode.FAILED
+            if coordinator.is_lost():
+                say("nobody is left who has the weights: start the job again from its checkpoint")
+                return worst or ExitCode.BLAMES_ANOTHER
             self._heed_signals(survives)
             if survives:
                 coordinator.look()
@@ -191,7 +192,7 @@ class Agent:
                 self._leaving.discard(number)
 
     def _replace(self) -> None:
-        """Starts an HDP rank's processes where others have ended, if it may."""
+        """Starts a replica's processes where others have ended, if it may."""
         terms = self._coordinator.terms
         assert terms is not None
         wanted = self._plan.num_nodes * self._plan.num_ranks // terms.replica
@@ -205,7 +206,7 @@ class Agent:
             for other in self._others.present.values():
                 if other.number not in self._leaving:
                     free[other.number] = other.free_slots()
-            places = places_in(free, terms.replica, terms.stages)
+            places = places_in(free, terms.replica, terms.stages, terms.hdp_ranks)
             if places is None:
                 return
             members = tuple(range(self._next_member, self._next_member + terms.replica))
@@ -249,28 +250,35 @@ class Agent:
 
 
 def places_in(
-    free: Mapping[int, Sequence[int]], replica: int, stages: int
+    free: Mapping[int, Sequence[int]], replica: int, stages: int, hdp_ranks: int = 1
 ) -> list[tuple[int, int]] | None:
-    """Nodes and slots for an HDP rank: all on one node, or at least each stage's; None: too few.
+    """Nodes and slots for a replica; None: too few are free.
+
+    All are on one node, or those of each stage are, or at least those of a stage of each HDP rank.
 
     Args:
         free: slots by node.
-        replica: processes of an HDP rank.
+        replica: its processes.
         stages: of the pipeline.
+        hdp_ranks: of the replica.
     """
+    for together in (replica, replica // stages, replica // stages // hdp_ranks):
+        found = _in_blocks(free, replica // together, together)
+        if found is not None:
+            return found
+    return None
+
+
+def _in_blocks(
+    free: Mapping[int, Sequence[int]], num_blocks: int, size: int
+) -> list[tuple[int, int]] | None:
+    """Places for so many blocks, each on one node."""
     left = {number: list(slots) for number, slots in free.items()}
-    whole = [number for number, slots in left.items() if len(slots) >= replica]
-    count = replica // stages
     found: list[tuple[int, int]] = []
-    for _ in range(stages):
-        fits = whole[:1] or [number for number, slots in left.items() if len(slots) >= count]
-        if not fits:
+    for _ in range(num_blocks):
+        number = next((one for one, slots in left.items() if len(slots) >= size), None)
+        if number is None:
             return None
-        number = fits[0]
-        found += [(number, slot) for slot in left[number][:count]]
-        del left[number][:count]
+        found += [(number, slot) for slot in left[number][:size]]
+        del left[number][:size]
     return found
-
-
-def _code_of(ended: Ended) -> int:
-    return ended.code if ended.code > 0 else ExitCode.FAILED

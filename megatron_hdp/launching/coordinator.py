@@ -1,8 +1,9 @@
 """Who is in the job: one process decides, and writes each decision once.
 
-It knows *replicas*: an HDP rank with all its tensor-parallel and pipeline ranks, which comes and
-leaves as a whole. Ranks are numbered as Megatron numbers them: stage by stage, in each the replicas
-in order, in each of these the tensor-parallel ranks. Survivors close gaps, joiners come last.
+It knows *replicas*, which come and leave as a whole: an HDP rank with all its tensor-parallel and
+pipeline ranks, or all HDP ranks that share experts. Ranks are numbered as Megatron numbers them:
+stage by stage, in each the replicas in order, in each of these the HDP ranks and their
+tensor-parallel ranks. Survivors close gaps, joiners come last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOGETHER_S = 5.0
 """How long one that is ready waits for others that may soon be, as those of a whole node."""
 
 Replica: TypeAlias = tuple[int, ...]
-"""Members of an HDP rank, stage by stage."""
+"""Members, stage by stage."""
 
 
 @dataclass
@@ -77,10 +78,11 @@ class Coordinator:
         if self.terms is None and self.store.check([keys.TERMS]):
             self.terms = Terms.from_json(self.store.get(keys.TERMS))
             self._replicas = replicas_of(self.members, self.terms.replica, self.terms.stages)
-            self.say(
-                f"the job survives the loss of ranks down to {self.terms.least} of its "
-                f"{len(self._replicas)} HDP ranks"
-            )
+            if len(self._replicas) > 1:
+                self.say(
+                    f"the job survives the loss of ranks down to {self.terms.least} of its "
+                    f"{self._num_hdp_ranks(self._replicas)} HDP ranks"
+                )
         return self.terms is not None
 
     def is_member(self, member: int) -> bool:
@@ -95,7 +97,7 @@ class Coordinator:
         """Lets members leave behind the step that runs; False: too few would be left."""
         assert self.terms is not None
         leaving = {**self._leaving, **dict.fromkeys(members, why)}
-        if len(self._staying(leaving)) < self.terms.least:
+        if self._num_hdp_ranks(self._staying(leaving)) < self.terms.least:
             return False
         self._leaving = leaving
         return True
@@ -129,6 +131,10 @@ class Coordinator:
         left = [one for one in self._epoch.members if self.is_member(one)]
         return bool(left) and self._done >= set(left)
 
+    def is_lost(self) -> bool:
+        """Whether nobody is left who has the state of the job."""
+        return not self._replicas
+
     def late(self) -> list[int]:
         """Those that hold others up: they should have left an epoch, or be ready, by now."""
         begun_before = self.clock() - READY_S
@@ -154,7 +160,7 @@ class Coordinator:
                 self._asked = True
         elif self._asked and self._have_all_left():
             staying = self._staying(self._leaving)
-            whys = [f"{len(ready)} HDP ranks join"] if ready else []
+            whys = [f"{self._num_hdp_ranks(ready)} HDP ranks join"] if ready else []
             whys += sorted(set(self._leaving.values()))
             self._leaving = {}
             self._name([*staying, *ready], ", ".join(whys), ready)
@@ -177,20 +183,21 @@ class Coordinator:
         if self._done:
             return  # the others end, too
         self._end_epoch()
-        enough = len(self._replicas) >= self.terms.least
+        left = self._num_hdp_ranks(self._replicas)
+        enough = left >= self.terms.least
         joining = [] if enough else ready
-        if enough or len(self._replicas) + len(ready) >= self.terms.least:
+        if enough or left + self._num_hdp_ranks(ready) >= self.terms.least:
             self._name([*self._replicas, *joining], self._why, joining)
             return
         if self._paused_at is None:
             self._paused_at = self.clock()
             self.say(
-                f"{len(self._replicas)} HDP ranks are left, a step needs {self.terms.least}: "
+                f"{left} HDP ranks are left, a step needs {self.terms.least}: "
                 f"waits up to {self.terms.pause_s:.0f} s for others to join"
             )
         elif self.clock() - self._paused_at > self.terms.pause_s:
             why = (
-                f"{self._why}; found {len(self._replicas)} HDP ranks for "
+                f"{self._why}; found {left} HDP ranks for "
                 f"{self.terms.pause_s:.0f} s, expected {self.terms.least}, which the longest "
                 "sequence needs"
             )
@@ -231,7 +238,11 @@ class Coordinator:
         self._left, self._named_at = before, self.clock()
         self._asked = self._is_over = False
         self._paused_at, self._why, self._num_news = None, "", 0
-        self.say(f"epoch {found.number}: {len(replicas)} HDP ranks ({why})")
+        self.say(f"epoch {found.number}: {self._num_hdp_ranks(replicas)} HDP ranks ({why})")
+
+    def _num_hdp_ranks(self, replicas: Sequence[Replica]) -> int:
+        assert self.terms is not None
+        return len(replicas) * self.terms.hdp_ranks
 
 
 def replicas_of(members: Sequence[int], replica: int, stages: int) -> list[Replica]:

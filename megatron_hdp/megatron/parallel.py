@@ -254,6 +254,11 @@ def hdp_group() -> tuple[dist.ProcessGroup, list[int]]:
     return group, dist.get_process_group_ranks(group)
 
 
+def is_spread_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter belongs to experts that are spread over ranks: Megatron's mark."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def sum_over_hdp_ranks(tensor: torch.Tensor) -> None:
     """Adds up a tensor over the HDP ranks, in place, where gradients are added up, too."""
     dist.all_reduce(

@@ -73,6 +73,17 @@ def test_a_death_ends_the_epoch_and_survivors_close_the_gap():
     assert job.epoch(2).members == (2, 3)
 
 
+def test_hdp_ranks_that_share_experts_leave_as_one_and_count_as_many():
+    job = Job(6, replica=2, hdp_ranks=2, least=4)
+    job.dies(3)
+    assert job.epoch(1).members == (0, 1, 4, 5) and "4 HDP ranks" in job.said[-1]
+    job.dies(0)
+    assert job.coordinator.epoch.number == 1 and "a step needs 4" in job.said[-1]
+    assert not job.coordinator.is_lost()
+    job.dies(4)
+    assert job.coordinator.is_lost()
+
+
 def test_a_replica_leaves_as_a_whole():
     job = Job(6, replica=2, stages=2)
     job.dies(4)  # the second stage of HDP rank 1

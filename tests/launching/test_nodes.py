@@ -330,18 +330,19 @@ def test_an_agent_leaves_no_thread_in_the_store():
 
 
 @pytest.mark.parametrize(
-    ("free", "replica", "stages", "places"),
+    ("free", "replica", "stages", "places", "hdp_ranks"),
     [
-        ({0: [1], 1: [0, 3]}, 2, 1, [(1, 0), (1, 3)]),
-        ({0: [1], 1: [0]}, 2, 1, None),
-        ({0: [1], 1: [0]}, 2, 2, [(0, 1), (1, 0)]),
-        ({0: [0, 1], 1: [0, 1]}, 4, 2, [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        ({0: [0, 1], 1: [0, 1, 2, 3]}, 4, 2, [(1, 0), (1, 1), (1, 2), (1, 3)]),
-        ({0: [0], 1: [0], 2: [0, 1]}, 4, 2, None),
+        ({0: [1], 1: [0, 3]}, 2, 1, [(1, 0), (1, 3)], 1),
+        ({0: [1], 1: [0]}, 2, 1, None, 1),
+        ({0: [1], 1: [0]}, 2, 2, [(0, 1), (1, 0)], 1),
+        ({0: [0, 1], 1: [0, 1]}, 4, 2, [(0, 0), (0, 1), (1, 0), (1, 1)], 1),
+        ({0: [0, 1], 1: [0, 1, 2, 3]}, 4, 2, [(1, 0), (1, 1), (1, 2), (1, 3)], 1),
+        ({0: [0], 1: [0], 2: [0, 1]}, 4, 2, None, 1),
+        ({0: [0, 1, 2], 1: [0, 1, 2]}, 4, 1, [(0, 0), (0, 1), (1, 0), (1, 1)], 2),
     ],
 )
-def test_an_hdp_rank_is_started_on_one_node_or_each_stage_of_it(free, replica, stages, places):
-    assert places_in(free, replica, stages) == places
+def test_what_joins_together_is_started_close_together(free, replica, stages, places, hdp_ranks):
+    assert places_in(free, replica, stages, hdp_ranks) == places
 
 
 SLURM = {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "n[03-05]-ib,m1", "SLURM_JOB_ID": "1234567"}

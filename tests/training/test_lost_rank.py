@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.launching.coordinator import replicas_of
 from megatron_hdp.megatron import parallel
 from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
@@ -115,24 +116,36 @@ def test_too_few_are_left(run_ranks, tmp_path):
     assert [one["step"] for one in job.steps()] == [1, 2]
 
 
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
+ACROSS = EXPERTS | {"expert_model_parallel_size": 2}
+REPLACED = {  # settings, ranks, processes that leave together
+    "one": ({"hdp_online": True}, 3, 1),
+    "sharing": (ACROSS, 4, 2),
+    "sharing-sharded": (ACROSS | SHARDED, 4, 2),
+}
+
+
 @pytest.mark.slow
-def test_lost_ranks_are_replaced(run_ranks, tmp_path):
-    arguments = surviving(tmp_path, train_iters=30, lr_decay_iters=30, hdp_online=True)
+@pytest.mark.parametrize("how", REPLACED)
+def test_lost_ranks_are_replaced(run_ranks, tmp_path, how):
+    changes, num_ranks, together = REPLACED[how]
+    steps = {"train_iters": 40, "lr_decay_iters": 40}
     killed = []
 
     def disturb(job):
-        done = len(job.steps())
-        if done >= 4 + 10 * len(killed) and len(job.coordinator.epoch.members) == 3:
-            victim = job.coordinator.epoch.members[len(killed) % 3]
+        members, done = job.coordinator.epoch.members, len(job.steps())
+        if done >= 4 + 10 * len(killed) and len(members) == num_ranks:
+            victim = members[len(killed) * together % num_ranks]
             if victim in job.processes:
                 killed.append(victim)
                 job.kill(victim)
 
-    job = SurvivingJob(arguments, 3, tmp_path, replaces=True)
+    job = SurvivingJob(surviving(tmp_path, **steps, **changes), num_ranks, tmp_path, replaces=True)
     require_survived(job, job.run(disturb))
     assert len(killed) >= 2
-    assert any("join" in line for line in job.said)
-    require_same_steps(job, reference(run_ranks, tmp_path, train_iters=30, lr_decay_iters=30))
+    assert any(f"{together} HDP ranks join" in line for line in job.said)
+    alone = changes | {"hdp_online": False}
+    require_same_steps(job, reference(run_ranks, tmp_path, together, **steps, **alone))
 
 
 @pytest.mark.slow
@@ -174,16 +187,16 @@ def _held_by(process):
     return found.memory_info().rss, found.num_fds()
 
 
-@pytest.mark.slow
-def test_the_command_replaces_a_rank(tmp_path):
+def a_rank_of_the_command_dies(tmp_path, num_ranks, **changes):
+    """Its exit code, and what it has printed."""
     metrics = tmp_path / "metrics.jsonl"
     write_corpus(tmp_path, LENGTHS)
     rank = flags(
         tmp_path,
         **{"global_batch_size": 8, "hdp_tokens_per_rank": 60, "hdp_survive": True},
-        **{"metrics_path": metrics, "fp64": True, "train_iters": 400},
+        **{"metrics_path": metrics, "fp64": True, "train_iters": 400} | changes,
     )
-    command = ["-m", "megatron_hdp.cli.main", "launch", "--nproc-per-node", "3"]
+    command = ["-m", "megatron_hdp.cli.main", "launch", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *command, "-m", "megatron_hdp.pretrain_gpt", *rank]
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=log)
@@ -191,12 +204,27 @@ def test_the_command_replaces_a_rank(tmp_path):
         wait_until(lambda: metrics.exists() and len(lines_of(metrics)) > 3, job)
         first, *_ = psutil.Process(job.pid).children()
         first.kill()
-        assert job.wait(240) == ExitCode.DONE
+        code = job.wait(240)
     finally:
         job.kill()
-    text = (tmp_path / "log").read_text()
+    return code, (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_the_command_replaces_a_rank(tmp_path):
+    code, text = a_rank_of_the_command_dies(tmp_path, 3)
+    assert code == ExitCode.DONE
     assert "was killed by SIGKILL" in text and "1 HDP ranks join" in text
-    assert [one["step"] for one in lines_of(metrics)] == list(range(1, 401))
+    steps = [one["step"] for one in lines_of(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, 401))
+
+
+@pytest.mark.slow
+def test_nobody_is_left_who_has_all_experts(tmp_path):
+    as_flags = {"add_bias_linear": None, "disable_bias_linear": True}
+    code, text = a_rank_of_the_command_dies(tmp_path, 2, **ACROSS | as_flags)
+    assert code == ExitCode.BLAMES_ANOTHER
+    assert "survives no loss of a rank" in text and "nobody is left who has the weights" in text
 
 
 def wait_until(is_so, job, timeout_s=120):
@@ -231,7 +259,6 @@ def test_random_moments(run_ranks, tmp_path):
         require_same_steps(job, expected)
 
 
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
 SPREAD = {
     "sharded": SHARDED,
     "gathered-beside": SHARDED | {"overlap_param_gather": True},
@@ -292,6 +319,18 @@ LAYOUTS = {  # settings, ranks of one replica
     "expert-bias": (BIASED, 1),
     "mtp": ({"mtp_num_layers": 1}, 1),
 }
+APART = {
+    **{"sequence_parallel": True, "expert_model_parallel_size": 4},
+    **{"expert_tensor_parallel_size": 1},
+}
+SHARING = {  # settings, processes that leave together
+    "two": (ACROSS, 2),
+    "bias": (ACROSS | BIASED, 2),
+    "sharded": (ACROSS | SHARDED, 2),
+    "gathered-beside": (ACROSS | SHARDED | {"overlap_param_gather": True}, 2),
+    "tp2": (ACROSS | TP2 | APART, 4),
+    "pp2-sharded": (ACROSS | PP2 | SHARDED, 4),
+}
 
 
 @pytest.mark.slow
@@ -307,6 +346,22 @@ def test_a_rank_dies_in_a_layout(run_ranks, tmp_path, layout):
 
 
 WHOLE = {"hdp_tokens_per_rank": 128}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before the vote", "behind the commit"])
+@pytest.mark.parametrize("layout", SHARING)
+def test_those_that_share_experts_leave_together(run_ranks, tmp_path, layout, moment):
+    changes, together = SHARING[layout]
+    ranks, faults = 2 * together, {1: MOMENTS[moment]}
+    job = SurvivingJob(surviving(tmp_path, **changes), ranks, tmp_path, faults, replaces=True)
+    require_survived(job, job.run())
+    stages = changes.get("pipeline_model_parallel_size", 1)
+    lost, left = replicas_of(range(ranks), together, stages)
+    members = set(job.coordinator.epoch.members)
+    assert set(left) <= members and not members & set(lost)
+    expected = reference(run_ranks, tmp_path, num_ranks=together, **(changes | WHOLE))
+    require_same_steps(job, expected)
 
 
 IN_STEP = DiesIn("gradients_of_step", 3)

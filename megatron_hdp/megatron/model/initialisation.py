@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from megatron_hdp.megatron import parallel
 from megatron_hdp.runtime.health import fingerprint
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -95,6 +96,6 @@ def _is_shared(parameter: torch.nn.Parameter) -> bool:
 
 def tensor_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:
     """The ranks that may each hold a part of this parameter."""
-    if getattr(parameter, "allreduce", True):  # Megatron's mark: false for experts that are spread
-        return parallel_state.get_tensor_model_parallel_group()
-    return parallel_state.get_expert_tensor_parallel_group()
+    if parallel.is_spread_expert(parameter):
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()

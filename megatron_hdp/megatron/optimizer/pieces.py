@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.finite import named_parameters
 from megatron_hdp.megatron.optimizer.torch_adam import create_state, is_torch_adam
 from megatron_hdp.runtime.copies import Layout, Piece, Snapshot
@@ -190,9 +191,10 @@ def _main_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
 
 def _expert_place(parameter: torch.nn.Parameter) -> str:
     """Tells experts apart that have one name on the ranks between which they are spread."""
-    if getattr(parameter, "allreduce", True):
+    if not parallel.is_spread_expert(parameter):
         return ""
-    return f"experts {parallel_state.get_expert_model_parallel_rank()}: "
+    part = parallel_state.get_expert_tensor_parallel_rank()
+    return f"experts {parallel_state.get_expert_model_parallel_rank()}, part {part}: "
 
 
 def _step(part: DistributedOptimizer) -> int:

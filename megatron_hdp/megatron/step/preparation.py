@@ -41,7 +41,11 @@ def batch_size_of(arguments: TrainingArguments, split: str = "train") -> BatchSi
 
 
 def least_ranks(settings: PlanSettings, longest: int) -> int:
-    """The fewest HDP ranks that a sequence of so many tokens fits on, of those that there are."""
+    """The fewest HDP ranks that a sequence of so many tokens fits on, of those that there are.
+
+    Those that share experts are there together or not at all.
+    """
+    together = settings.lockstep_ranks
     cost_model = replace(settings.cost_model, rank_speeds=())
 
     def fits(num_ranks: int) -> bool:
@@ -52,7 +56,8 @@ def least_ranks(settings: PlanSettings, longest: int) -> int:
             return False
         return True
 
-    return bisect_left(range(settings.num_ranks), True, key=lambda few: fits(few + 1)) + 1
+    sizes = range(together, settings.num_ranks + 1, together)
+    return sizes[bisect_left(sizes[:-1], True, key=fits)]
 
 
 def plan_settings(

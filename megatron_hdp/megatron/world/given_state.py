@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.optimizer import torch_adam
 from megatron_hdp.megatron.world.replicated import CarriedState, adams_of
 
@@ -20,28 +21,35 @@ def give_state(
 ) -> None:
     """Gives every rank what the HDP rank `source` has at its place among tensor and pipeline ranks.
 
-    Every rank of the job must call this. An optimizer is one that each rank has whole.
+    Experts that are spread over HDP ranks come from those that share them with `source`. Every rank
+    of the job must call this. An optimizer is one that each rank has whole.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if group.size() == 1:
         return
     sender = dist.get_process_group_ranks(group)[source]
     _take_over_types(chunks, sender, group)
+    experts = parallel_state.get_expert_data_parallel_group()
+    sender_of_experts = dist.get_process_group_ranks(experts)[_copy_of_experts(source)]
     tensors = list(_of_model(chunks))
     settings: list[Any] = []
     if optimizer is not None:
         for adam in adams_of(optimizer):
             _begin_state(adam)
         state = CarriedState(optimizer)
-        tensors += [one for one in state.tensors() if one.dim()]
+        tensors += [(one, is_spread) for one, is_spread in state.tensors() if one.dim()]
         settings = state.settings()
     seen: set[int] = set()
-    for one in tensors:
-        if one.data_ptr() not in seen:  # without float32 copies, weights are the optimizer's
-            seen.add(one.data_ptr())
+    for one, is_spread in tensors:
+        if one.data_ptr() in seen:  # without float32 copies, weights are the optimizer's
+            continue
+        seen.add(one.data_ptr())
+        if is_spread:
+            dist.broadcast(one, sender_of_experts, experts)
+        else:
             dist.broadcast(one, sender, group)
     shared = [settings]
-    device = tensors[0].device if tensors else None
+    device = tensors[0][0].device if tensors else None
     dist.broadcast_object_list(shared, sender, group, device)
     if optimizer is not None:
         state.set_settings(shared[0])
@@ -68,11 +76,19 @@ def _take_over_types(
                 setattr(chunk.module.get_submodule(owner), attribute, buffer.to(types[name]))
 
 
-def _of_model(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
-    """Weights, and buffers that training changes, as the expert bias."""
+def _of_model(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Weights, and buffers that training changes, as the expert bias, as `CarriedState.tensors`."""
     for chunk in chunks:
         for parameter in chunk.module.parameters():
-            yield parameter.data
+            yield parameter.data, parallel.is_spread_expert(parameter)
         for buffer in chunk.module.buffers():
             if buffer.numel():
-                yield buffer
+                yield buffer, False
+
+
+def _copy_of_experts(hdp_rank: int) -> int:
+    """Which of the copies of all experts an HDP rank belongs to, the first one inside of it."""
+    tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    ranks_of_stage = parallel_state.get_data_parallel_world_size() * tensor_ranks
+    ranks_of_copy = ranks_of_stage // parallel_state.get_expert_data_parallel_group().size()
+    return int(hdp_rank * tensor_ranks // ranks_of_copy)

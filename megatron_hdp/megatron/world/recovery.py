@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.options import TrainingArguments
@@ -127,15 +128,10 @@ class Recovery:
         scheduler: Any,
         make_optimizer: Callable[[list[Any]], Any],
     ) -> None:
-        """Takes what was built; `make_optimizer` makes the optimizer over chunks as it was made.
-
-        Raises:
-            ValueError: in this layout no rank can leave.
-        """
+        """Takes what was built; `make_optimizer` makes the optimizer over chunks as it was made."""
         self._chunks, self._scheduler = list(chunks), scheduler
         self._world = World(self._arguments, self._timeline, chunks, make_optimizer)
         self._world.optimizer = optimizer
-        self._world.require_movable()
 
     def join(self) -> Epoch | None:
         """Makes the group in which the model is built; None: of those that join together."""
@@ -201,16 +197,15 @@ class Recovery:
     def terms(self, steps: HdpSteps) -> Terms:
         """Under which the job survives."""
         place = steps.place
+        together = place.lockstep_ranks
         terms = Terms(
             least=steps.least_ranks(),
-            replica=place.num_tensor_ranks * place.num_stages,
+            replica=together * place.num_tensor_ranks * place.num_stages,
             stages=place.num_stages,
             pause_s=self._arguments.hdp_survive_pause_seconds,
+            hdp_ranks=together,
         )
-        parallel.say(
-            f"survives the loss of up to {place.num_hdp_ranks - terms.least} of "
-            f"{place.num_hdp_ranks} HDP ranks: the longest sequence needs {terms.least}"
-        )
+        parallel.say(_words(terms, place.num_hdp_ranks))
         return terms
 
     def through_epochs(self, epoch: Epoch, take_part: Callable[[Epoch], _Result]) -> _Result:
@@ -332,3 +327,17 @@ class Recovery:
         end = place.num_hdp_ranks * place.num_tensor_ranks
         self._identities = epoch.members[: end : place.num_tensor_ranks]
         return [before.index(one) if one in before else None for one in self._identities]
+
+
+def _words(terms: Terms, num_hdp_ranks: int) -> str:
+    """What a job survives, for the log."""
+    unit = f"{terms.hdp_ranks} HDP ranks that share experts leave together; "
+    if num_hdp_ranks == terms.hdp_ranks:
+        return (
+            f"survives no loss of a rank, which ends it with exit code {ExitCode.BLAMES_ANOTHER}: "
+            f"no other rank has what its {num_hdp_ranks} HDP ranks hold. Start it on more"
+        )
+    return (
+        f"survives the loss of up to {num_hdp_ranks - terms.least} of {num_hdp_ranks} HDP ranks: "
+        f"{unit if terms.hdp_ranks > 1 else ''}the longest sequence needs {terms.least}"
+    )

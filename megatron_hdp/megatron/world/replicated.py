@@ -57,12 +57,15 @@ class CarriedState:
                 if state is not None:
                     state.update({name: one.clone() for name, one in mine.items()})
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors of it."""
-        for _, parameters in self._groups:
+    def tensors(self) -> Iterator[tuple[torch.Tensor, bool]]:
+        """All tensors of it, each with whether it belongs to experts that are spread over ranks."""
+        for settings, parameters in self._groups:
+            is_spread = settings["is_expert_parallel"]
             for one, state in parameters:
-                yield one.data
-                yield from (value for value in (state or {}).values() if torch.is_tensor(value))
+                yield one.data, is_spread
+                for value in (state or {}).values():
+                    if torch.is_tensor(value):
+                        yield value, is_spread
 
 
 def adams_of(optimizer: MegatronOptimizer) -> Iterator[Any]:

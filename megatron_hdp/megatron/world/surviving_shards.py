@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.optimizer import Chosen, Held, ShardCopies, choose_common, restore
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, expert_domain_size
 from megatron_hdp.runtime.epochs import Epoch, keys
 from megatron_hdp.runtime.gathering import gathered
 
@@ -42,6 +42,7 @@ class SurvivingShards:
         group, place = parallel.hdp_group()
         hosts_by_rank = gathered(keys.own_host())
         hosts = [hosts_by_rank[rank] for rank in place]
+        together = expert_domain_size(self._arguments)
         if self._chosen is not None or epoch.number:
             chosen = self._agreed_choice(place)
             restore(self._held, chosen, optimizer, chunks, group, hosts)
@@ -51,6 +52,7 @@ class SurvivingShards:
             [epoch.members[rank] for rank in place],
             hosts=hosts,
             place_group=group,
+            domains=[one // together for one in range(len(place))] if together > 1 else None,
             neighbour=self._arguments.hdp_optimizer_copies == "on",
             kept=self._held,
         )

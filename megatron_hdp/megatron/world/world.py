@@ -41,8 +41,7 @@ class World:
         optimizer: of the model, if it has one here.
 
     Raises:
-        ValueError: experts lie across HDP ranks, or a part of the model holds a group of others:
-            neither can leave.
+        ValueError: a part of the model holds a group of others: it cannot leave.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class World:
         self.optimizer: MegatronOptimizer | None = None
 
     def require_movable(self) -> None:
-        """Refuses a layout whose ranks cannot leave their job and enter another.
+        """Refuses a layout whose ranks cannot leave their job and enter another one by one.
 
         Raises:
             ValueError: experts lie across HDP ranks.
@@ -85,7 +84,6 @@ class World:
             ValueError: see the class; nothing was changed.
         """
         if self._groups is None:
-            self.require_movable()
             self._groups = HeldGroups(self._chunks)
         if self.optimizer is not None and vars(self.optimizer):
             spread = self._arguments.use_distributed_optimizer

@@ -50,11 +50,14 @@ class Terms(Message):
     least: int
     """HDP ranks below which no step can run."""
     replica: int
-    """Processes of an HDP rank: tensor-parallel times pipeline ranks."""
+    """Processes that come and leave together: those of an HDP rank, tensor-parallel times pipeline
+    ranks, or those of all HDP ranks that share experts."""
     stages: int
     """Of the pipeline: a replica's processes stand apart by the ranks of a stage."""
     pause_s: float
     """How long the job waits for others while it has fewer ranks."""
+    hdp_ranks: int = 1
+    """That a replica consists of."""
 
 
 @dataclass(frozen=True)
