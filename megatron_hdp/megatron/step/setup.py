@@ -51,7 +51,7 @@ from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.cuda import numa, pci_address
 from megatron_hdp.runtime.gathering import gathered, largest
 from megatron_hdp.runtime.health import fingerprint
-from megatron_hdp.runtime.ring import wide_type
+from megatron_hdp.runtime.ring import connect_counterparts, wide_type
 from megatron_hdp.runtime.timeline import Timeline
 
 MAX_VARIANTS = 64
@@ -163,6 +163,7 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     cost_model = _on_nodes(cost_model, place)
     if cost_model.double_rings:
         executor.comm.ranks_per_node = cost_model.ranks_per_node
+        connect_counterparts(executor.comm.group, cost_model.ranks_per_node, compute_device())
     if cost_model.warning:
         say(cost_model.warning)
     if not isinstance(executor.attention, AttentionByLatent):

@@ -5,7 +5,12 @@ Design: `docs/design/rings.md`.
 
 from megatron_hdp.runtime.ring.attention import RingAttention
 from megatron_hdp.runtime.ring.comm import RingComm, Transfer
-from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group, running_nccl
+from megatron_hdp.runtime.ring.communicator import (
+    connect_counterparts,
+    neighbour_rounds,
+    new_ring_group,
+    running_nccl,
+)
 from megatron_hdp.runtime.ring.group import RingGroup, RingGroups
 from megatron_hdp.runtime.ring.host_keys import HostKeys, HostRoom
 from megatron_hdp.runtime.ring.latent import LatentRing
@@ -26,6 +31,7 @@ __all__ = [
     "SumType",
     "TokenLayout",
     "Transfer",
+    "connect_counterparts",
     "neighbour_rounds",
     "new_ring_group",
     "part_layouts",

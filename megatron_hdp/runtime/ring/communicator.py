@@ -108,6 +108,17 @@ def neighbour_rounds(num_ranks: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in rounds if pairs]
 
 
+def counterpart_rounds(num_ranks: int, ranks_per_node: int) -> list[list[tuple[int, int]]]:
+    """The same of double rings: a rank and its counterpart in a node that is likely the next one.
+
+    Args:
+        num_ranks: of the HDP dimension.
+        ranks_per_node: HDP ranks of a node.
+    """
+    size, rounds = ranks_per_node, neighbour_rounds(num_ranks // ranks_per_node)
+    return [[(a * size + i, b * size + i) for a, b in one for i in range(size)] for one in rounds]
+
+
 def connect_neighbours(group: dist.ProcessGroup, device: torch.device = _CPU) -> None:
     """Sends a number between all pairs of `neighbour_rounds`; every rank of `group` must call this.
 
@@ -116,8 +127,21 @@ def connect_neighbours(group: dist.ProcessGroup, device: torch.device = _CPU) ->
     ranks, and in each a rank has one other at most, with which it exchanges: whoever is in the
     earliest unfinished round finds its partner there, or on the way to it.
     """
+    _connect(group, neighbour_rounds(group.size()), device)
+
+
+def connect_counterparts(
+    group: dist.ProcessGroup, ranks_per_node: int, device: torch.device = _CPU
+) -> None:
+    """The same for all pairs of `counterpart_rounds`."""
+    _connect(group, counterpart_rounds(group.size(), ranks_per_node), device)
+
+
+def _connect(
+    group: dist.ProcessGroup, rounds: Sequence[Sequence[tuple[int, int]]], device: torch.device
+) -> None:
     rank = group.rank()
-    for pairs in neighbour_rounds(group.size()):
+    for pairs in rounds:
         other = next((a + b - rank for a, b in pairs if rank in (a, b)), None)
         if other is None:
             continue

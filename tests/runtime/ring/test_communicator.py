@@ -12,7 +12,12 @@ import torch.distributed as dist
 from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.network import Nccl
 from megatron_hdp.runtime.ring import communicator
-from megatron_hdp.runtime.ring.communicator import neighbour_rounds, new_ring_group
+from megatron_hdp.runtime.ring.communicator import (
+    connect_counterparts,
+    counterpart_rounds,
+    neighbour_rounds,
+    new_ring_group,
+)
 
 CUDA = torch.device("cuda", 0)
 
@@ -60,17 +65,33 @@ def test_rings_of_plans_meet_few_others():
     assert len(met - connected) <= 2
 
 
+@pytest.mark.parametrize(("num_ranks", "of_node"), [(8, 8), (12, 4), (14, 4), (64, 8)])
+def test_counterparts_in_the_next_node(num_ranks, of_node):
+    """All that double rings over neighbouring nodes, and over all of them, send to."""
+    rounds = counterpart_rounds(num_ranks, of_node)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(set(ranks)) == len(ranks), "a rank has one partner in a round"
+    found = {pair for pairs in rounds for pair in pairs}
+    last = num_ranks // of_node * of_node
+    assert {(rank, rank + of_node) for rank in range(last - of_node)} <= found
+    assert {(rank, last - of_node + rank) for rank in range(of_node) if last > of_node} <= found
+    assert all(b < last and (b - a) % of_node == 0 for a, b in found)
+
+
 def connected():
     """Body of a rank: whom it has talked to when the communicator is there."""
     exchange = dist.batch_isend_irecv
     with mock.patch.object(dist, "batch_isend_irecv", wraps=exchange) as noted:
-        new_ring_group([list(range(dist.get_world_size()))], timedelta(seconds=60))
+        group = new_ring_group([list(range(dist.get_world_size()))], timedelta(seconds=60))
+        connect_counterparts(group, 2)
     return [call.args[0][0].group_peer for call in noted.call_args_list]
 
 
 def test_all_neighbours_are_connected_at_start(run_ranks):
+    """By two in a node, which leaves the last one alone."""
     talked = run_ranks(5, connected)
-    assert talked == [[1, 3, 4], [0, 2], [3, 1], [2, 4, 0], [3, 0]]
+    assert talked == [[1, 3, 4, 2], [0, 2, 3], [3, 1, 0], [2, 4, 0, 1], [3, 0]]
 
 
 class Options:
