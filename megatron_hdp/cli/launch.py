@@ -30,6 +30,14 @@ def add_parser(subparsers: Any) -> None:
         "--nproc-per-node", type=_count, required=True, metavar="N", help="ranks of this node"
     )
     parser.add_argument(
+        "--spares-per-node",
+        type=_spares,
+        default=0,
+        metavar="N",
+        help="further processes of this node, on GPUs of their own, that build the model and wait "
+        "to take the place of lost ranks and stragglers (default: 0)",
+    )
+    parser.add_argument(
         "--nnodes", type=_count, default=1, metavar="M", help="nodes of the job (default: 1)"
     )
     parser.add_argument(
@@ -73,6 +81,13 @@ def _count(text: str) -> int:
     return number
 
 
+def _spares(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"found {number}, expected at least 0")
+    return number
+
+
 def _seconds(text: str) -> float:
     number = float(text)
     if not 1 <= number <= _MOST_SILENT_S:
@@ -92,6 +107,7 @@ def _run(arguments: argparse.Namespace) -> int:
         address=address,
         port=port,
         max_replacements=arguments.max_replacements,
+        num_spares=arguments.spares_per_node,
         num_nodes=arguments.nnodes,
         node_rank=node_rank,
         node_timeout_s=arguments.node_timeout,

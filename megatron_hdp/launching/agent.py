@@ -66,8 +66,8 @@ class Agent:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             keys.NODE_TIMEOUT: str(plan.node_timeout_s if plan.num_nodes > 1 else 0),
         }
-        self._ranks = NodeRanks(plan.command, plan.num_ranks, plan.environment())
-        arrival = Arrival(keys.own_host(), plan.num_nodes, plan.num_ranks)
+        self._ranks = NodeRanks(plan.command, plan.num_slots, plan.environment())
+        arrival = Arrival(keys.own_host(), plan.num_nodes, plan.num_ranks, plan.num_spares)
         self._others = OtherNodes(self._store, arrival, plan.node_timeout_s, say)
         self._coordinator = Coordinator(self._store, range(world_size), say)
         self._next_member = world_size
@@ -140,6 +140,8 @@ class Agent:
             self._heed_signals(survives)
             if survives:
                 coordinator.look()
+                for member in coordinator.retired:
+                    self._retire(member)
                 for member in coordinator.late():
                     say(f"member {member} held the others up for too long: it is given up")
                     self._kill(member)
@@ -195,12 +197,13 @@ class Agent:
         """Starts a replica's processes where others have ended, if it may."""
         terms = self._coordinator.terms
         assert terms is not None
-        wanted = self._plan.num_nodes * self._plan.num_ranks // terms.replica
+        wanted = self._plan.num_nodes * self._plan.num_slots // terms.replica
+        most = self._plan.max_replacements + self._plan.num_nodes * self._plan.num_spares
         while (
             self._coordinator.num_coming < wanted
             and not self._asked_to_end
             and not self._coordinator.epoch.is_last
-            and self._num_replaced + terms.replica <= self._plan.max_replacements
+            and self._num_replaced + terms.replica <= most
         ):
             free = {_FIRST: self._ranks.free_slots()}
             for other in self._others.present.values():
@@ -216,12 +219,17 @@ class Agent:
             for rank, (member, (node, slot)) in enumerate(zip(members, places, strict=True)):
                 own = {"RANK": str(rank), keys.JOINS: json.dumps(members)}
                 self._start(member, node, slot, own)
-            say(f"starts members {', '.join(map(str, members))} in the place of one that is lost")
+            say(f"starts members {', '.join(map(str, members))}, which wait for a place to be free")
 
     def _start(self, member: int, node: int, slot: int, environment: dict[str, str]) -> None:
         known = {**self._environment, **environment, keys.MEMBER: str(member)}
         where = self._ranks if node == _FIRST else self._others.present[node]
         where.start(member, slot, known)
+
+    def _retire(self, member: int) -> None:
+        self._ranks.retire(member)
+        for node in self._others.present.values():
+            node.retire(member)
 
     def _kill(self, member: int) -> None:
         self._ranks.kill(member)

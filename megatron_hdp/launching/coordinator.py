@@ -8,6 +8,7 @@ tensor-parallel ranks. Survivors close gaps, joiners come last.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Coordinator:
 
     Attributes:
         terms: under which the job survives; None: it does not.
+        retired: members that left because they were slow.
     """
 
     store: dist.Store
@@ -48,6 +50,8 @@ class Coordinator:
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     terms: Terms | None = None
+    retired: set[int] = field(init=False, default_factory=set)
+    _most: int = field(init=False, default=0)
     _epoch: Epoch = field(init=False)
     _replicas: list[Replica] = field(init=False)
     _joiners: dict[Replica, float] = field(init=False, default_factory=dict)
@@ -78,6 +82,7 @@ class Coordinator:
         if self.terms is None and self.store.check([keys.TERMS]):
             self.terms = Terms.from_json(self.store.get(keys.TERMS))
             self._replicas = replicas_of(self.members, self.terms.replica, self.terms.stages)
+            self._most = len(self._replicas)
             if len(self._replicas) > 1:
                 self.say(
                     f"the job survives the loss of ranks down to {self.terms.least} of its "
@@ -155,11 +160,13 @@ class Coordinator:
         if self._why:
             self._after_deaths(ready)
         elif not self._asked and not self._done:
+            self._let_slow_leave(ready)
             if self._leaving or self._all_are(ready):
                 self._tell(keys.JOIN)
                 self._asked = True
         elif self._asked and self._have_all_left():
             staying = self._staying(self._leaving)
+            ready = ready[: self._most - len(staying)]
             whys = [f"{self._num_hdp_ranks(ready)} HDP ranks join"] if ready else []
             whys += sorted(set(self._leaving.values()))
             self._leaving = {}
@@ -168,15 +175,32 @@ class Coordinator:
     def _staying(self, leaving: Container[int]) -> list[Replica]:
         return [one for one in self._replicas if not any(member in leaving for member in one)]
 
+    def _let_slow_leave(self, ready: Sequence[Replica]) -> None:
+        """Lets those leave that are too slow, as far as spares are ready in their place."""
+        assert self.terms is not None
+        key = keys.slow(self._epoch.number)
+        if not ready or len(self._replicas) < self._most or not self.store.check([key]):
+            return
+        speeds = {int(one): speed for one, speed in json.loads(self.store.get(key)).items()}
+        self.store.delete_key(key)
+        slow = [one for one in self._replicas if any(member in speeds for member in one)]
+        for one in slow[: len(ready)]:
+            speed = min(speeds[member] for member in one if member in speeds)
+            why = f"member {one[0]} leaves, which has {speed:.2g} of the others' speed"
+            if self.leave(one, why):
+                self.retired.update(one)
+
     def _all_are(self, ready: Sequence[Replica]) -> bool:
         """Whether who is ready need not wait for the others that will join."""
+        room = self._most - len(self._replicas)
+        ready = ready[:room]
         if not ready:
             self._ready_at = None
             return False
         if self._ready_at is None:
             self._ready_at = self.clock()
         waited_s = self.clock() - self._ready_at
-        return len(ready) == len(self._joiners) or waited_s > TOGETHER_S
+        return len(ready) == min(len(self._joiners), room) or waited_s > TOGETHER_S
 
     def _after_deaths(self, ready: list[Replica]) -> None:
         assert self.terms is not None
@@ -185,7 +209,7 @@ class Coordinator:
         self._end_epoch()
         left = self._num_hdp_ranks(self._replicas)
         enough = left >= self.terms.least
-        joining = [] if enough else ready
+        joining = [] if enough else ready[: self._most - len(self._replicas)]
         if enough or left + self._num_hdp_ranks(ready) >= self.terms.least:
             self._name([*self._replicas, *joining], self._why, joining)
             return

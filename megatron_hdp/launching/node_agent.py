@@ -61,7 +61,7 @@ class NodeAgent:
         try:
             if not self._is_found():
                 return ExitCode.BLAMES_ANOTHER if self._signals.empty() else ExitCode.INTERRUPTED
-            self._ranks = NodeRanks(plan.command, plan.num_ranks, plan.environment())
+            self._ranks = NodeRanks(plan.command, plan.num_slots, plan.environment())
             try:
                 self._arrive()
                 return self._obey()
@@ -100,7 +100,7 @@ class NodeAgent:
         plan = self._plan
         self._store = self._connect()
         self._turn = self._store.add(wire.turns(plan.node_rank), 1)
-        arrival = Arrival(keys.own_host(), plan.num_nodes, plan.num_ranks)
+        arrival = Arrival(keys.own_host(), plan.num_nodes, plan.num_ranks, plan.num_spares)
         self._store.set(wire.arrival(plan.node_rank, self._turn), arrival.to_json())
         self._store.add(wire.BELL, 1)
         self._renewed_at = time.monotonic()

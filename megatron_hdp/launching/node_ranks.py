@@ -53,6 +53,7 @@ class NodeRanks:
         self._num_slots = num_slots
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self._stopped_since: dict[int, float] = {}
+        self._retired: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -63,9 +64,14 @@ class NodeRanks:
         return list(self._running)
 
     def free_slots(self) -> list[int]:
-        """Slots without a process."""
-        taken = {slot for slot, _ in self._running.values()}
+        """Slots without a process, in which others may start."""
+        taken = {slot for slot, _ in self._running.values()} | self._retired
         return [slot for slot in range(self._num_slots) if slot not in taken]
+
+    def retire(self, member: int) -> None:
+        """Nothing starts any more in the slot of a process, which is slow."""
+        if member in self._running:
+            self._retired.add(self._running[member][0])
 
     def start(self, member: int, slot: int, environment: Mapping[str, str]) -> None:
         """Starts a process in a free slot."""

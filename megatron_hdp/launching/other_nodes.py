@@ -43,6 +43,7 @@ class OtherNode:
     has_left: bool = False
     why_lost: str = ""
     _slots: dict[int, int] = field(default_factory=dict)
+    _retired: set[int] = field(default_factory=set)
     _ended: list[Ended] = field(default_factory=list)
     _survives: bool = False
     _num_orders: int = 0
@@ -89,9 +90,15 @@ class OtherNode:
         self._say(Order("end", number=code, why=why))
 
     def free_slots(self) -> list[int]:
-        """Slots without a process."""
-        taken = set(self._slots.values())
-        return [slot for slot in range(self.arrival.num_ranks) if slot not in taken]
+        """Slots without a process, in which others may start."""
+        taken = set(self._slots.values()) | self._retired
+        num_slots = self.arrival.num_ranks + self.arrival.num_spares
+        return [slot for slot in range(num_slots) if slot not in taken]
+
+    def retire(self, member: int) -> None:
+        """As `NodeRanks` does."""
+        if member in self._slots:
+            self._retired.add(self._slots[member])
 
     def ended(self) -> list[Ended]:
         """Those that have ended since the latest call."""
@@ -215,13 +222,13 @@ class OtherNodes:
             self._turns[number] = turn
             arrival = Arrival.from_json(self._store.get(wire.arrival(number, turn)))
             node = OtherNode(self._store, number, turn, arrival, self._clock)
-            found = (arrival.num_nodes, arrival.num_ranks)
-            expected = (self._own.num_nodes, self._own.num_ranks)
+            found = (arrival.num_nodes, arrival.num_ranks, arrival.num_spares)
+            expected = (self._own.num_nodes, self._own.num_ranks, self._own.num_spares)
             if found != expected:
                 self.misfit = (
-                    f"found --nnodes {found[0]} --nproc-per-node {found[1]} on {node.name}, "
-                    f"expected {expected[0]} and {expected[1]} as on the first node: give all "
-                    "nodes the same"
+                    f"found --nnodes {found[0]} --nproc-per-node {found[1]} --spares-per-node "
+                    f"{found[2]} on {node.name}, expected {expected[0]}, {expected[1]} and "
+                    f"{expected[2]} as on the first node: give all nodes the same"
                 )
                 node.end(ExitCode.MISTAKE, self.misfit)
                 continue

@@ -36,6 +36,8 @@ class Arrival(Message):
     num_nodes: int
     num_ranks: int
     """Of its node, at a time."""
+    num_spares: int = 0
+    """Beside them."""
 
 
 @dataclass(frozen=True)

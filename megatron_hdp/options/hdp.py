@@ -227,6 +227,14 @@ class HdpOptions:
         help="With --hdp-survive, how long a job with too few ranks for its longest sequence waits "
         "for others to join, before it saves a checkpoint and ends.",
     )
+    hdp_survive_least_speed: float | None = option(
+        None,
+        minimum=0,
+        maximum=1,
+        help="With --hdp-survive and --hdp-online, a rank whose speed is found to be below this "
+        "share of the median leaves behind a step, once a spare of megatron-hdp launch "
+        "--spares-per-node is ready to take its place. Default: none leaves.",
+    )
     metrics_path: Path | None = option(
         None,
         metavar="FILE",
@@ -285,6 +293,11 @@ class HdpOptions:
                 f"--attention-dropout {attention_dropout} is not supported by ring attention: "
                 "pass --attention-dropout 0"
             )
+        if self.hdp_survive_least_speed is not None:
+            found = f"--hdp-survive-least-speed {self.hdp_survive_least_speed}"
+            for name, is_there in (("survive", self.hdp_survive), ("online", self.hdp_online)):
+                if not is_there:
+                    raise no_effect(found, f"--hdp-{name}")
         if (self.hdp_trace is None) != (self.hdp_trace_steps is None):
             raise OptionError("found only one of --hdp-trace DIR and --hdp-trace-steps: give both")
         if self.hdp_trace_steps is None:

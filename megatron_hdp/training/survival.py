@@ -19,7 +19,13 @@ from megatron_hdp.megatron.checkpoint.state import Progress
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.optimizer import build_optimizer
 from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.megatron.step import HdpSteps, StepReport, build_executor, loaders_spec
+from megatron_hdp.megatron.step import (
+    HdpSteps,
+    StepReport,
+    build_executor,
+    loaders_spec,
+    speeds_at,
+)
 from megatron_hdp.megatron.world import EpochEnds, Recovery
 from megatron_hdp.runtime.epochs import Epoch, Membership
 from megatron_hdp.runtime.health import Heartbeat, RankFailure, StopSignals
@@ -252,7 +258,7 @@ class _Run:
         Who joined behind that step knows no figures of it.
         """
         assert self._progress is not None
-        done = self._latest
+        position, done = self._progress.position, self._latest
         if done is None:
             validate(job, self._progress.iteration)
         else:
@@ -260,6 +266,7 @@ class _Run:
             metrics = self._records[done.step] = write_step(job, outputs, done)
             if done.step % self._arguments.log_interval == 0:
                 parallel.say(log_line(metrics, self._arguments.train_iters))
+        self.recovery.name_slow(lambda: speeds_at(position))
         stop, is_over = self._agreed()
         save_if_due(job, self._progress, stop)
         self._is_written = True

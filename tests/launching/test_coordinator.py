@@ -84,6 +84,36 @@ def test_hdp_ranks_that_share_experts_leave_as_one_and_count_as_many():
     assert job.coordinator.is_lost()
 
 
+def test_a_slow_rank_leaves_once_a_spare_is_ready():
+    job = Job(3)
+    job.coordinator.joins((3,))
+    job.coordinator.look()
+    job.store.set(keys.slow(0), json.dumps({1: 0.25}))
+    job.coordinator.look()
+    assert job.news(0) == []
+    job.get_ready(3)
+    job.coordinator.look()
+    assert job.news(0) == [keys.JOIN] and job.coordinator.retired == {1}
+    job.all_leave(0)
+    job.coordinator.look()
+    assert job.epoch(1).members == (0, 2, 3) and "0.25" in job.epoch(1).why
+
+
+def test_a_spare_waits_until_a_place_is_free():
+    job = Job(3)
+    job.coordinator.joins((3,))
+    job.get_ready(3)
+    job.coordinator.look()
+    assert job.news(0) == []
+    job.dies(0)
+    assert job.epoch(1).members == (1, 2)
+    job.coordinator.look()
+    assert job.news(1) == [keys.JOIN]
+    job.all_leave(1)
+    job.coordinator.look()
+    assert job.epoch(2).members == (1, 2, 3)
+
+
 def test_a_replica_leaves_as_a_whole():
     job = Job(6, replica=2, stages=2)
     job.dies(4)  # the second stage of HDP rank 1
@@ -109,15 +139,16 @@ def test_joiners_come_in_when_all_have_left_and_last():
 
 
 def test_a_death_before_a_join_goes_first():
-    job = Job(3)
-    job.coordinator.joins((3,))
-    job.get_ready(3)
+    job = Job(4)
+    job.dies(3)
+    job.coordinator.joins((4,))
+    job.get_ready(4)
     job.coordinator.look()
     job.dies(2)
-    assert job.news(0) == [keys.JOIN, keys.OVER]
-    assert job.epoch(1).members == (0, 1)
+    assert job.news(1) == [keys.JOIN, keys.OVER]
+    assert job.epoch(2).members == (0, 1)
     job.coordinator.look()
-    assert job.news(1) == [keys.JOIN]
+    assert job.news(2) == [keys.JOIN]
 
 
 def test_who_does_not_leave_is_given_up():
@@ -152,19 +183,20 @@ def test_too_few_continue_with_who_is_ready():
 
 
 def test_who_is_ready_waits_a_while_for_others():
-    job = Job(2)
-    for member in (2, 3):
-        job.coordinator.joins((member,))
-    job.get_ready(2)
+    job = Job(4)
+    for member in (0, 1):
+        job.dies(member)
+        job.coordinator.joins((member + 4,))
+    job.get_ready(4)
     job.coordinator.look()
-    assert job.news(0) == []
+    assert job.news(2) == []
     job.now = TOGETHER_S + 1
     job.coordinator.look()
-    assert job.news(0) == [keys.JOIN]
-    job.get_ready(3)
-    job.all_leave(0)
+    assert job.news(2) == [keys.JOIN]
+    job.get_ready(5)
+    job.all_leave(2)
     job.coordinator.look()
-    assert job.epoch(1).members == (0, 1, 2, 3)
+    assert job.epoch(3).members == (2, 3, 4, 5)
 
 
 def test_who_is_never_ready_is_given_up():

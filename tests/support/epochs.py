@@ -37,6 +37,7 @@ class SurvivingJob:
         folder: of what processes print.
         faults: by member, what is called in its process before it trains, with one argument.
         replaces: whether others join in the place of lost ones.
+        spares: HDP ranks that wait for a place from the start.
         hosts: by member, names of hosts; default: this one's.
     """
 
@@ -46,6 +47,7 @@ class SurvivingJob:
     faults: dict = field(default_factory=dict)
     replaces: bool = False
     hosts: Sequence[str] = ()
+    spares: int = 0
     said: list = field(default_factory=list)
     died: list = field(default_factory=list)
 
@@ -107,9 +109,10 @@ class SurvivingJob:
 
     def _replace(self):
         replica = self.coordinator.terms.replica
-        if not self.replaces or self.coordinator._done:
+        if not (self.replaces or self.spares) or self.coordinator._done:
             return
-        while self.coordinator.num_coming < self.num_ranks // replica:
+        retired = len(self.coordinator.retired) // replica
+        while self.coordinator.num_coming < self.num_ranks // replica + self.spares - retired:
             first = max([*self.codes, *self.processes]) + 1
             members = tuple(range(first, first + replica))
             self.coordinator.joins(members)

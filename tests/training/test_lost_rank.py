@@ -13,6 +13,7 @@ import torch
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.launching.coordinator import replicas_of
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.support.epochs import DiesIn, IsCutOffIn, SurvivingJob
@@ -148,6 +149,33 @@ def test_lost_ranks_are_replaced(run_ranks, tmp_path, how):
     require_same_steps(job, reference(run_ranks, tmp_path, together, **steps, **alone))
 
 
+def computes_slowly(member):
+    """Each of its micro-batches takes 0.1 s longer."""
+    original = HdpExecutor._forward_step
+
+    def slowed(self, *args):
+        found = original(self, *args)
+        time.sleep(0.1)
+        return found
+
+    HdpExecutor._forward_step = slowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_straggler_leaves_when_a_spare_is_there(run_ranks, tmp_path, sharded):
+    steps = {"train_iters": 40, "lr_decay_iters": 40, "global_batch_size": 8}
+    changes = {**steps, **(SHARDED if sharded else {})}
+    slow = {"hdp_online": True, "hdp_survive_least_speed": 0.5}
+    arguments = surviving(tmp_path, **changes, **slow)
+    job = SurvivingJob(arguments, 3, tmp_path, {1: computes_slowly}, spares=1)
+    require_survived(job, job.run())
+    assert job.coordinator.epoch.members == (0, 2, 3), job.said
+    assert job.coordinator.retired == {1} and "member 1 leaves, which has 0." in job.said[-1]
+    expected = reference(run_ranks, tmp_path, **changes)
+    require_same_steps(job, expected, within=1e-11)  # what is rounded otherwise grows with steps
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["whole", "sharded"])
 def test_twenty_deaths_and_as_many_joins(run_ranks, tmp_path, how):
@@ -187,7 +215,7 @@ def _held_by(process):
     return found.memory_info().rss, found.num_fds()
 
 
-def a_rank_of_the_command_dies(tmp_path, num_ranks, **changes):
+def a_rank_of_the_command_dies(tmp_path, num_ranks, spares=0, **changes):
     """Its exit code, and what it has printed."""
     metrics = tmp_path / "metrics.jsonl"
     write_corpus(tmp_path, LENGTHS)
@@ -197,11 +225,13 @@ def a_rank_of_the_command_dies(tmp_path, num_ranks, **changes):
         **{"metrics_path": metrics, "fp64": True, "train_iters": 400} | changes,
     )
     command = ["-m", "megatron_hdp.cli.main", "launch", "--nproc-per-node", str(num_ranks)]
+    command += ["--spares-per-node", str(spares)]
     command = [sys.executable, *command, "-m", "megatron_hdp.pretrain_gpt", *rank]
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         wait_until(lambda: metrics.exists() and len(lines_of(metrics)) > 3, job)
+        wait_until(lambda: len(psutil.Process(job.pid).children()) == num_ranks + spares, job)
         first, *_ = psutil.Process(job.pid).children()
         first.kill()
         code = job.wait(240)
@@ -211,9 +241,10 @@ def a_rank_of_the_command_dies(tmp_path, num_ranks, **changes):
 
 
 @pytest.mark.slow
-def test_the_command_replaces_a_rank(tmp_path):
-    code, text = a_rank_of_the_command_dies(tmp_path, 3)
-    assert code == ExitCode.DONE
+@pytest.mark.parametrize("spares", [0, 1])
+def test_the_command_replaces_a_rank(tmp_path, spares):
+    code, text = a_rank_of_the_command_dies(tmp_path, 3, spares)
+    assert code == ExitCode.DONE and ("starts members 4" in text) == bool(spares)
     assert "was killed by SIGKILL" in text and "1 HDP ranks join" in text
     steps = [one["step"] for one in lines_of(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, 401))

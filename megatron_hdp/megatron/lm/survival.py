@@ -24,7 +24,7 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.lm import checkpoint, options
 from megatron_hdp.megatron.lm.pretrain_job import PretrainJob
 from megatron_hdp.megatron.lm.run import LmRun
-from megatron_hdp.megatron.step import HdpSteps, StepReport
+from megatron_hdp.megatron.step import HdpSteps, StepReport, speeds_at
 from megatron_hdp.megatron.world import EpochEnds, Recovery
 from megatron_hdp.overrides import Overrides
 from megatron_hdp.runtime.epochs import Epoch, Membership
@@ -305,6 +305,7 @@ class LmSurvival:
         self._before[step] = self._state()
         if not self._offered and self._epoch.number == 0:
             self._begin_job(step, steps)
+        recovery.name_slow(lambda: speeds_at(checkpoint.position_of(self._args, "train")))
         more = recovery.membership.leaves_next, -recovery.shards.complete
         leaves, lag = largest(more, parallel.compute_device())
         recovery.copied = -lag

@@ -9,6 +9,7 @@ from megatron_hdp.megatron.step.figures import (
     over_all_ranks,
 )
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
+from megatron_hdp.megatron.step.learning import speeds_at
 from megatron_hdp.megatron.step.loading import (
     DataPlane,
     has_documents,
@@ -52,5 +53,6 @@ __all__ = [
     "over_all_ranks",
     "plan_settings",
     "reader_of",
+    "speeds_at",
     "split_specs",
 ]

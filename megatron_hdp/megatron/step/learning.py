@@ -181,6 +181,12 @@ class Learning:
         say(f"{who} runs at speed {one.now:.2g}, {one.before:.2g} before, {when}: {what}")
 
 
+def speeds_at(position: Position | None) -> list[float]:
+    """What a run has learnt of the speeds of its HDP ranks by a position; empty: nothing."""
+    costs = None if position is None else position.costs
+    return [] if costs is None or costs.filter is None else costs.filter.speeds.tolist()
+
+
 def exchanged(mine: list[float]) -> Table:
     """What every rank of the job gives, in the order of ranks; shape (ranks, values)."""
     device = compute_device()

@@ -315,6 +315,16 @@ class Recovery:
             self._scheduler.load_state_dict(found.scheduler)
             self._loop.take_over(found.state)
 
+    def name_slow(self, speeds: Callable[[], Sequence[float]]) -> None:
+        """Lets the first rank name those that are too slow; `speeds` of HDP ranks, if known."""
+        bound = self._arguments.hdp_survive_least_speed
+        if bound is None or not parallel.is_first_rank() or not (found := speeds()):
+            return
+        by_member = zip(self._identities, found, strict=True)
+        slow = {member: speed for member, speed in by_member if speed < bound}
+        if slow:
+            self.membership.name_slow(slow)
+
     def make_shards(self, epoch: Epoch) -> None:
         """Puts this rank's shard together, and begins to copy; see `SurvivingShards.enter`."""
         assert self.version is not None

@@ -5,6 +5,7 @@
 - ``news/E/0``, ``news/E/1`` (by the agent): ``join``: leave behind the step; ``over``: at once
 - ``over/E`` (by the agent): epoch E is over
 - ``vote/E/M`` (by member M): what it has done when it left epoch E
+- ``slow/E`` (by the first rank of epoch E): members that are too slow, with their speeds
 - ``ready/M`` (by joiner M): it has built its model
 - ``admitted/M`` (by the agent): the epoch that a joiner enters first
 """
@@ -97,6 +98,11 @@ def over(epoch: int) -> str:
 def vote(epoch: int, member: int) -> str:
     """What a member says when it leaves an epoch."""
     return f"vote/{epoch}/{member}"
+
+
+def slow(epoch: int) -> str:
+    """Who is too slow."""
+    return f"slow/{epoch}"
 
 
 def ready(member: int) -> str:

@@ -116,6 +116,12 @@ class Membership:
         # its own connection: whoever waits there for a dead member is let go, too
         return dist.PrefixStore(f"groups/{epoch.number}", self._connect())
 
+    def name_slow(self, speeds: Mapping[int, float]) -> None:
+        """Names members that are too slow, with their speeds: the agent may replace them."""
+        epoch = self._epoch
+        if epoch is not None:
+            self._store.set(keys.slow(epoch.number), json.dumps(speeds))
+
     def leave(self, vote: Mapping[str, Any]) -> None:
         """Says what this process has done in its epoch.
 

@@ -26,6 +26,7 @@ from tests.megatron.lm.runs import (
     require_same_states,
     wanted,
 )
+from tests.megatron.lm.test_models import ACROSS, BALANCED
 from tests.support.gradients import write_corpus
 
 pytestmark = [*MARKS, pytest.mark.slow]
@@ -116,25 +117,30 @@ def test_a_rank_dies(moments, name):
 
 
 JOINS = {"survives": {"3": MOMENTS["before the vote"]}, "replaces": True, "waits_at": 5}
-LAYOUTS = {  # flags, tokens of a rank, and whose files have the same tensors
-    "plain": ([], "100", "one"),
-    "sharded": (OVERLAPPED, "100", "one sharded"),
-    "tensor": (TENSOR, "256", "one"),
-    "stages": ([*SHARDED, *STAGES], "256", "two stages"),
+VIRTUAL = [*STAGES, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
+EXPERTS = [*BALANCED.split(), "--moe-z-loss-coeff", "1e-3"]
+MTP = ["--mtp-num-layers", "1"]
+LAYOUTS = {  # flags, tokens of a rank, flags and ranks of the run that loses nothing, HDP ranks
+    "plain": ([], "100", [], 1, 1),
+    "sharded": (OVERLAPPED, "100", SHARDED, 1, 1),
+    "tensor": (TENSOR, "256", [], 1, 1),
+    "stages": ([*SHARDED, *STAGES], "256", [*SHARDED, *STAGES], 2, 1),
+    "virtual": (VIRTUAL, "256", VIRTUAL, 2, 1),
+    "experts": (EXPERTS, "100", EXPERTS, 1, 1),
+    "across": ([*EXPERTS, *ACROSS], "160", [*EXPERTS, *ACROSS], 2, 2),
+    "mtp": (MTP, "100", MTP, 1, 1),
 }
+"""The last: how many HDP ranks leave and join together."""
 
 
 @pytest.fixture(scope="module")
 def layouts(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     write_corpus(folder, LENGTHS)
-    plan = [
-        surviving(folder, "one", ranks=1, tokens="256"),
-        surviving(folder, "one sharded", SHARDED, ranks=1, tokens="256"),
-        surviving(folder, "two stages", LAYOUTS["stages"][0], ranks=2, tokens="256"),
-    ]
+    plan = []
     for name in wanted(request, LAYOUTS):
-        flags, tokens, _ = LAYOUTS[name]
+        flags, tokens, alone, ranks, _ = LAYOUTS[name]
+        plan.append(surviving(folder, f"{name} alone", alone, ranks=ranks, tokens="256"))
         plan.append(surviving(folder, name, flags, tokens=tokens, **JOINS))
     drive(folder, plan)
     return folder
@@ -142,10 +148,12 @@ def layouts(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_rank_dies_and_another_joins(layouts, name):
-    require_same_run(layouts, name, LAYOUTS[name][2], within=1e-5, states_within=1e-4)
+    require_same_run(layouts, name, f"{name} alone", within=1e-5, states_within=1e-4)
     require_lines_once(layouts, name)
     said = (layouts / f"log {name}.said").read_text()
-    assert "epoch 1: " in said and "epoch 2: " in said and "1 HDP ranks join" in said
+    assert (
+        "epoch 1: " in said and "epoch 2: " in said and f"{LAYOUTS[name][4]} HDP ranks join" in said
+    )
 
 
 def test_the_command_loses_a_rank(tmp_path):
