@@ -356,7 +356,7 @@ def test_a_job_that_survives_is_launched_by_its_own_agents(tmp_path):
     [
         ("the job ends with exit code 0", 0, []),
         ("the job ends with exit code 2", 2, []),
-        ("starts members 4 in the place of one that is lost", 0, ["requeue 9"]),
+        ("starts members 4, which wait for a place to be free", 0, ["requeue 9"]),
     ],
 )
 def test_a_job_that_survives_ends_as_its_first_agent_says(job, tmp_path, said, code, again):
