@@ -30,8 +30,6 @@ class LaunchPlan:
     """Where the store listens; 0: at a free one, for one node."""
     max_replacements: int
     """Processes that are started in the place of others, over the whole job."""
-    num_spares: int = 0
-    """Processes of a node beyond those that train: ready to take the place of others."""
     num_nodes: int = 1
     node_rank: int = 0
     """Of this node; the first one's agent holds the store."""
@@ -39,6 +37,8 @@ class LaunchPlan:
     """After which a node that gives no sign of life is lost."""
     join_s: float = 600.0
     """How long nodes wait for each other at the start."""
+    num_spares: int = 0
+    """Processes of a node beyond those that train: ready to take the place of others."""
 
     @property
     def num_slots(self) -> int:
