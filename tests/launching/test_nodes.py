@@ -315,7 +315,8 @@ def test_a_second_agent_of_a_node_that_lives_is_refused():
 def test_a_node_of_another_size_is_refused():
     job = Others()
     job.comes(1, "b", num_ranks=4)
-    assert "found --nnodes 3 --nproc-per-node 4 --spares-per-node 0 on node 1 (host b)" in job.nodes.misfit
+    found = "found --nnodes 3 --nproc-per-node 4 --spares-per-node 0 on node 1 (host b)"
+    assert found in job.nodes.misfit
     assert job.latest_order(1, 1).number == ExitCode.MISTAKE and 1 in job.nodes.missing
 
 
