@@ -228,6 +228,9 @@ COMMANDS = {
         "tests/scripts/benchmarks/test_bench_preprocess.py::test_beside_megatrons_own_tool",
         needs=IN_A_CHECKOUT,
     ),
+    "python scripts/benchmarks/bench_lost_rank.py --seconds 45 --kill-each 20 10": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_lost_rank.py::test_a_small_run", needs="slow"
+    ),
     "python scripts/benchmarks/bench_planner.py --strategies dp-balance "
     "--latency 15 25 10": Elsewhere(
         "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_with_latency_and_noise"
