@@ -6,12 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_hdp.cli.shared.numbers import whole
+
 _DESCRIPTION = """\
 Starts ranks as torchrun does, by the same flags and with the same environment. Ranks that run with
 --hdp-survive continue when one of them dies: its place is taken by a new process. Without that flag
 the job ends with its first rank that fails. On several nodes call it once on each; under Slurm each
 knows its --node-rank and --rdzv-endpoint."""
 
+_MOST = 2**20  # of nodes, and of processes of one
 _NUM_PORTS = 10_000
 _FIRST_PORT = 20_000
 _NODE_RANKS = ("GROUP_RANK", "SLURM_NODEID")  # torchrun's, which may run this, and Slurm's
@@ -27,18 +30,26 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--nproc-per-node", type=_count, required=True, metavar="N", help="ranks of this node"
+        "--nproc-per-node",
+        type=whole(1, _MOST),
+        required=True,
+        metavar="N",
+        help="ranks of this node",
     )
     parser.add_argument(
         "--spares-per-node",
-        type=_spares,
+        type=whole(0, _MOST),
         default=0,
         metavar="N",
         help="further processes of this node, on GPUs of their own, that build the model and wait "
         "to take the place of lost ranks and stragglers (default: 0)",
     )
     parser.add_argument(
-        "--nnodes", type=_count, default=1, metavar="M", help="nodes of the job (default: 1)"
+        "--nnodes",
+        type=whole(1, _MOST),
+        default=1,
+        metavar="M",
+        help="nodes of the job (default: 1)",
     )
     parser.add_argument(
         "--node-rank",
@@ -72,20 +83,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("program", metavar="PROGRAM", help="what each rank runs")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its arguments")
     parser.set_defaults(run=_run)
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"found {number}, expected at least 1")
-    return number
-
-
-def _spares(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"found {number}, expected at least 0")
-    return number
 
 
 def _seconds(text: str) -> float:
