@@ -99,6 +99,18 @@ def test_a_slow_rank_leaves_once_a_spare_is_ready():
     assert job.epoch(1).members == (0, 2, 3) and "0.25" in job.epoch(1).why
 
 
+def test_no_more_spares_come_in_than_there_are_places():
+    job = Job(3)
+    for spare in (3, 4):
+        job.coordinator.joins((spare,))
+        job.get_ready(spare)
+    job.store.set(keys.slow(0), json.dumps({1: 0.25}))
+    job.coordinator.look()
+    job.all_leave(0)
+    job.coordinator.look()
+    assert job.epoch(1).members == (0, 2, 3)
+
+
 def test_a_spare_waits_until_a_place_is_free():
     job = Job(3)
     job.coordinator.joins((3,))
