@@ -19,6 +19,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
+
+from megatron_hdp.files import write_atomically
 
 REPOSITORY = Path(__file__).parents[2]
 NO_TESTS = 5  # exit code of pytest
@@ -49,6 +52,30 @@ def ordered(files: Iterable[str], rooms: Iterable[str], last_run: Mapping[str, f
             if file.startswith(f"{room}/"):
                 chosen.setdefault(file, number)
     return sorted(chosen, key=lambda file: (last_run.get(file, 0.0), chosen[file], file))
+
+
+class Record:
+    """When each file last ran, kept in a file; lanes write it one after the other.
+
+    A file that cannot be read counts as empty, and is replaced: the order is the only loss.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = Lock()
+        self.last_run: dict[str, float] = {}
+        if path.exists():
+            try:
+                self.last_run = json.loads(path.read_text())
+            except ValueError as error:
+                print(f"{path}: expected JSON, found {error}: every file counts as never run")
+
+    def note(self, file: str) -> None:
+        """Write that a file runs now."""
+        with self._lock:
+            self.last_run[file] = time.time()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, json.dumps(self.last_run).encode(), durable=False)
 
 
 def _git(*arguments: str) -> list[str]:
@@ -112,15 +139,13 @@ def main() -> int:
     files = _slow_files()
     folders = {str(parent) for file in files for parent in Path(file).parents}
     rooms = [room for path in changed if (room := room_of(path, folders))]
-    last_run = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    chosen = ordered(files, rooms, last_run)
+    record = Record(RECORD)
+    chosen = ordered(files, rooms, record.last_run)
     print(f"{len(chosen)} files of {len(set(rooms))} rooms in {arguments.minutes:.0f} minutes")
 
     def run(file: str) -> int | None:
         # noted at the start: a file that never fits must not come first each time
-        last_run[file] = time.time()
-        RECORD.parent.mkdir(parents=True, exist_ok=True)
-        RECORD.write_text(json.dumps(last_run))
+        record.note(file)
         return _run(file, deadline) if time.monotonic() < deadline else None
 
     left_out, failed = run_all(chosen, run, arguments.lanes)

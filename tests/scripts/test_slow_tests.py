@@ -1,5 +1,9 @@
 """Which slow tests CI runs, in which order, and what it does when the time is over."""
 
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.support.scripts import script_module
@@ -35,3 +39,25 @@ def test_files_that_never_ran_come_first_then_the_newest_rooms():
 def test_what_did_not_run_and_what_failed_is_named(lanes):
     codes = {"passes": 0, "has none": 5, "fails": 1, "too long": None, "rest": None}
     assert slow_tests.run_all([*codes], codes.get, lanes) == (["too long", "rest"], ["fails"])
+
+
+def test_lanes_write_one_whole_record(tmp_path):
+    record = slow_tests.Record(tmp_path / "folder" / "record.json")
+    files = [f"tests/test_{number}.py" for number in range(200)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as lanes:
+            list(lanes.map(record.note, files))
+    finally:
+        sys.setswitchinterval(before)
+    assert slow_tests.Record(tmp_path / "folder" / "record.json").last_run.keys() == set(files)
+
+
+def test_a_broken_record_costs_only_the_order(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    path.write_text('{"tests/test_1.py": 1.0}}')
+    record = slow_tests.Record(path)
+    assert record.last_run == {} and f"{path}: expected JSON" in capsys.readouterr().out
+    record.note("tests/test_2.py")
+    assert list(json.loads(path.read_text())) == ["tests/test_2.py"]
