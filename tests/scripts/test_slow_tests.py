@@ -42,16 +42,22 @@ def test_what_did_not_run_and_what_failed_is_named(lanes):
 
 
 def test_lanes_write_one_whole_record(tmp_path):
-    record = slow_tests.Record(tmp_path / "folder" / "record.json")
+    path = tmp_path / "folder" / "record.json"
+    record = slow_tests.Record(path)
     files = [f"tests/test_{number}.py" for number in range(200)]
+
+    def note(file):
+        record.note(file)
+        assert file in json.loads(path.read_text())
+
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as lanes:
-            list(lanes.map(record.note, files))
+            list(lanes.map(note, files))
     finally:
         sys.setswitchinterval(before)
-    assert slow_tests.Record(tmp_path / "folder" / "record.json").last_run.keys() == set(files)
+    assert slow_tests.Record(path).last_run.keys() == set(files)
 
 
 def test_a_broken_record_costs_only_the_order(tmp_path, capsys):
