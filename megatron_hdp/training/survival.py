@@ -223,8 +223,10 @@ class _Run:
 
     def _agreed(self) -> tuple[Any, bool]:
         """A signal that asks to end, and whether the epoch ends, on all ranks alike."""
-        more = self.recovery.membership.leaves_next, -self._shards.complete
+        membership = self.recovery.membership
+        more = membership.leaves_next, -self._shards.complete
         stop, (leaves, lag) = self._signals.agreed_with(more, parallel.compute_device())
+        membership.require_ongoing()
         self.recovery.copied = -lag
         return stop, bool(leaves)
 
@@ -236,6 +238,7 @@ class _Run:
         # known before the vote: others may pass it although this rank does not hear of it
         self._report = gradients_of_step(job, outputs, self._progress)
         require_finite(job, self._progress, self._report)
+        self.recovery.membership.require_ongoing()
         self.apply()
 
     def apply(self) -> None:
@@ -244,7 +247,9 @@ class _Run:
         assert job is not None and progress is not None
         assert self._report is not None, "others have seen this rank's gradients whole"
         self._shards.before_change()
-        self._latest = done = apply_step(job, progress, self._report, self._started)
+        with self.recovery.applying():
+            done = apply_step(job, progress, self._report, self._started)
+        self._latest = done
         self._progress = done.progress()
         self._shards.take(done.step)
         self._is_written = False
@@ -263,7 +268,9 @@ class _Run:
             validate(job, self._progress.iteration)
         else:
             outputs.end_step(done.step)
-            metrics = self._records[done.step] = write_step(job, outputs, done)
+            validation = validate(job, done.step)
+            self.recovery.membership.require_ongoing()
+            metrics = self._records[done.step] = write_step(job, outputs, done, validation)
             if done.step % self._arguments.log_interval == 0:
                 parallel.say(log_line(metrics, self._arguments.train_iters))
         self.recovery.name_slow(lambda: speeds_at(position))

@@ -179,6 +179,7 @@ class LmSurvival:
             return again.outcome
         # whoever passes this has seen that all ranks have whole gradients
         largest([0], parallel.compute_device())
+        self.recovery.membership.require_ongoing()
         return self.apply()
 
     def count_operations(self, of_step: float) -> None:
@@ -189,6 +190,7 @@ class LmSurvival:
 
     def log(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Megatron's ``training_log()``, whose lines are written once."""
+        self.recovery.membership.require_ongoing()
         totals, step = given["total_loss_dict"], given["iteration"]
         if self._restored_totals is not None:
             totals.update(self._restored_totals)
@@ -233,7 +235,8 @@ class LmSurvival:
         report = run.log.latest
         assert report is not None, "others have seen this rank's gradients whole"
         self.recovery.shards.before_change()
-        outcome = self._optimizer_step()
+        with self.recovery.applying():
+            outcome = self._optimizer_step()
         self._applied[step] = Applied(report, outcome)
         norm = None if outcome[1] is None else float(outcome[1])
         self.recovery.keep(step, None, [run.steps(self._chunks)], norm)
@@ -308,6 +311,7 @@ class LmSurvival:
         recovery.name_slow(lambda: speeds_at(checkpoint.position_of(self._args, "train")))
         more = recovery.membership.leaves_next, -recovery.shards.complete
         leaves, lag = largest(more, parallel.compute_device())
+        recovery.membership.require_ongoing()
         recovery.copied = -lag
         self._passed = step
         if self._epoch.is_last:

@@ -8,7 +8,8 @@ shard is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -24,7 +25,7 @@ from megatron_hdp.megatron.world.given_state import give_state
 from megatron_hdp.megatron.world.surviving_shards import SurvivingShards
 from megatron_hdp.megatron.world.world import World
 from megatron_hdp.overrides import Overrides
-from megatron_hdp.runtime.epochs import Epoch, Membership, Terms, keys
+from megatron_hdp.runtime.epochs import Epoch, Membership, Terms, keys, nccl
 from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.health import Heartbeat, RankFailure
 from megatron_hdp.runtime.timeline import Timeline
@@ -120,6 +121,7 @@ class Recovery:
         self._loop = loop
         self._kept: dict[int, _Kept] = {}
         self._identities: tuple[int, ...] = ()
+        self._catches_up = False
 
     def hold(
         self,
@@ -206,6 +208,8 @@ class Recovery:
             hdp_ranks=together,
         )
         parallel.say(_words(terms, place.num_hdp_ranks))
+        if nccl.backends():
+            parallel.say(nccl.UNRUN)
         return terms
 
     def through_epochs(self, epoch: Epoch, take_part: Callable[[Epoch], _Result]) -> _Result:
@@ -217,15 +221,44 @@ class Recovery:
         """
         while True:
             try:
-                return take_part(epoch)
+                with nccl.hearing(self.membership.require_ongoing):
+                    return take_part(epoch)
             except EpochEnds:
                 pass
             except RankFailure:
                 raise
-            except RuntimeError:  # perhaps communication failed because the epoch is over
-                if not self.membership.is_over.wait(_NOTICE_S + keys.node_timeout_s()):
+            except Exception as error:
+                # perhaps communication failed because the epoch is over; what broken waits have
+                # left on a GPU may lead to any error, but only once it is
+                notice_s = _NOTICE_S + keys.node_timeout_s()
+                may_follow = isinstance(error, RuntimeError)
+                if not self.membership.is_over.wait(notice_s if may_follow else 0.0):
                     raise
             epoch = self._leave(epoch)  # behind the block, which holds what the step kept
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Around the optimizer's step, which changes nothing if its epoch ends before it could.
+
+        The optimizer asks others for the norm of gradients before it changes weights, and for
+        nothing while it does.
+
+        Raises:
+            EpochOverError: what others said does not count.
+        """
+        optimizer = self._world.optimizer
+        assert optimizer is not None
+        get_grad_norm = optimizer.get_grad_norm
+
+        def checked() -> Any:
+            norm = get_grad_norm()
+            if not self._catches_up:  # behind others, whose norm it has
+                self.membership.require_ongoing()
+            return norm
+
+        with Overrides() as overrides:
+            overrides.set(optimizer, "get_grad_norm", checked)
+            yield
 
     def _leave(self, epoch: Epoch) -> Epoch:
         """Leaves an epoch; returns the one that follows.
@@ -236,6 +269,7 @@ class Recovery:
         """
         self.calm()
         self.heartbeat = None
+        nccl.settle(parallel.compute_device())
         assert self.version is not None or epoch.number, "a joiner has no first epoch"
         vote: dict[str, Any] = {"step": -1, "norm": None, "versions": self.shards.leave()}
         if self.version is not None:
@@ -278,9 +312,11 @@ class Recovery:
         """Applies a step that another rank has applied: so all gradients of it were whole."""
         if self.version is None or self.version >= ahead["step"]:
             return
+        self._catches_up = True
         with Overrides() as overrides:  # all that the optimizer would ask others for
             overrides.set(self._world.optimizer, "get_grad_norm", lambda: ahead["norm"])
             self._loop.apply()
+        self._catches_up = False
 
     def share(self) -> None:
         """Gives joiners what the others have, who are all behind the same step.

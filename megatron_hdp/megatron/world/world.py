@@ -22,6 +22,7 @@ from megatron_hdp.megatron.step import build_executor
 from megatron_hdp.megatron.world.held_groups import HeldGroups
 from megatron_hdp.megatron.world.replicated import CarriedState
 from megatron_hdp.megatron.world.wrapping import become, bind, unbind
+from megatron_hdp.runtime.epochs import nccl
 from megatron_hdp.runtime.timeline import Timeline
 
 
@@ -95,6 +96,7 @@ class World:
         gc.collect()  # a group that anything refers to keeps its connections
         if dist.is_initialized():
             dist.destroy_process_group()
+        nccl.give_back(parallel.compute_device())
 
     def enter(self, place: parallel.JobPlace) -> HdpExecutor:
         """Makes groups, DDP, optimizer and executor for the place in a job.

@@ -4,8 +4,17 @@ An *epoch* is a time in which the members of a job are the same. The agent of th
 names the members of each; a process that it does not name may only leave.
 """
 
-from megatron_hdp.runtime.epochs import keys
+from megatron_hdp.runtime.epochs import keys, nccl
 from megatron_hdp.runtime.epochs.keys import Epoch, Message, Terms
-from megatron_hdp.runtime.epochs.membership import Membership, NotNamedError
+from megatron_hdp.runtime.epochs.membership import EpochOverError, Membership, NotNamedError
 
-__all__ = ["Epoch", "Membership", "Message", "NotNamedError", "Terms", "keys"]
+__all__ = [
+    "Epoch",
+    "EpochOverError",
+    "Membership",
+    "Message",
+    "NotNamedError",
+    "Terms",
+    "keys",
+    "nccl",
+]

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.runtime.epochs import keys
+from megatron_hdp.runtime.epochs import keys, nccl
 from megatron_hdp.runtime.epochs.keys import Epoch, Terms
 from megatron_hdp.runtime.epochs.sockets import open_sockets, shut_connections
 
@@ -24,6 +25,10 @@ _LISTEN = timedelta(days=1)  # the store prints a line each time that it is over
 
 class NotNamedError(RuntimeError):
     """The agent has named an epoch without this process, which may only end."""
+
+
+class EpochOverError(RuntimeError):
+    """What was heard of others does not count: their waits, or this process's, were broken."""
 
 
 class Membership:
@@ -37,7 +42,8 @@ class Membership:
         address: host and port of the job's store.
         member: this process's number.
         timeout_s: how long members may take to find together.
-        break_waits: ends all waits of this process for others; by default it shuts its connections.
+        break_waits: ends all waits of this process for others; by default it aborts NCCL's
+            communicators, and then shuts the process's connections.
 
     Attributes:
         member: this process's number.
@@ -61,7 +67,7 @@ class Membership:
         self._store = self._connect()
         self._ear = self._connect()
         self._spared = open_sockets() - before
-        self._break_waits = break_waits or (lambda: _shut(self._spared))
+        self._break_waits = break_waits or partial(_end_waits, nccl.Communicators(), self._spared)
         self._before_breaking: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
@@ -115,6 +121,18 @@ class Membership:
             self._epoch = epoch
         # its own connection: whoever waits there for a dead member is let go, too
         return dist.PrefixStore(f"groups/{epoch.number}", self._connect())
+
+    def require_ongoing(self) -> None:
+        """Asks behind a wait for others whether what it gave counts.
+
+        On GPUs a wait that is broken ends without an error, see `nccl`. Whoever finds the epoch
+        ongoing behind a wait knows that nothing was broken before the wait had ended.
+
+        Raises:
+            EpochOverError: it does not.
+        """
+        if self.is_over.is_set():
+            raise EpochOverError("the epoch is over: what this rank has heard of others is void")
 
     def name_slow(self, speeds: Mapping[int, float]) -> None:
         """Names members that are too slow, with their speeds: the agent may replace them."""
@@ -241,6 +259,8 @@ class Membership:
         os._exit(ExitCode.FAILED)  # the job may go on without it
 
 
-def _shut(spared: set[str]) -> None:
+def _end_waits(communicators: nccl.Communicators, spared: set[str]) -> None:
+    """NCCL's own connections are among those that are shut: communicators end before."""
+    communicators.abort()
     with suppress(OSError):
         shut_connections(spared)
