@@ -1,9 +1,10 @@
 """Double rings on a model of ranks that run as threads: who meets whom, and on what links."""
 
+import itertools
 import queue
 import random
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 import torch
@@ -19,14 +20,15 @@ from megatron_hdp.runtime.ring.travelling import (
     travelling,
 )
 
-WAIT_S = 20
+WAIT_S = 120  # a busy machine may stand for seconds
 
 
 class Wires:
     """What ranks send each other, in order, and how many bytes."""
 
-    def __init__(self):
-        self.queues = defaultdict(queue.Queue)
+    def __init__(self, ranks):
+        # all made now: two threads that miss one at the same time would each make their own
+        self.queues = {pair: queue.Queue() for pair in itertools.permutations(ranks, 2)}
         self.bytes = Counter()
 
 
@@ -60,7 +62,7 @@ class Arriving:
 
 def run_ring(ring, ranks_per_node, body):
     """`body(comm, layout)` of every member, in threads: results in ring order, and the wires."""
-    wires, results, problems = Wires(), {}, []
+    wires, results, problems = Wires(ring), {}, []
 
     def run(index):
         layout = TokenLayout(ring, index, (2,), ())
