@@ -223,6 +223,8 @@ class Agent:
 
     def _start(self, member: int, node: int, slot: int, environment: dict[str, str]) -> None:
         known = {**self._environment, **environment, keys.MEMBER: str(member)}
+        if slot < self._plan.num_ranks:
+            known[keys.PLACE] = str(node * self._plan.num_ranks + slot)
         where = self._ranks if node == _FIRST else self._others.present[node]
         where.start(member, slot, known)
 

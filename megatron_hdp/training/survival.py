@@ -337,7 +337,6 @@ def _require_known(arguments: TrainingArguments) -> None:
     found = {
         "--async-save": arguments.async_save,
         "--hdp-loaders ray": loaders_spec(arguments).backend == "ray",
-        "--hdp-rank-speeds": arguments.hdp_rank_speeds is not None,
         "--hdp-trace": arguments.hdp_trace is not None,
     }
     for name, is_there in found.items():

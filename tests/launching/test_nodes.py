@@ -29,8 +29,10 @@ from tests.support.processes import free_port
 
 RANK = f"""\
 import os, time
+NAMES = "{keys.HOST}", "GROUP_RANK", "{keys.PLACE}"
 open(os.environ["FOLDER"] + "/rank-" + os.environ["{keys.MEMBER}"], "w").write(
-    f"{{os.getpid()}} {{os.environ['{keys.HOST}']}} {{os.environ['GROUP_RANK']}}\\n")
+    " ".join([str(os.getpid())] + [os.environ[name] for name in NAMES])
+    + chr(10))
 while not os.path.exists(os.environ["FOLDER"] + "/end"):
     time.sleep(0.02)
 """
@@ -84,7 +86,7 @@ class Job:
         self.until(lambda: "survives the loss" in self.log(0))
 
     def rank(self, member):
-        """Process, host and node of a rank; None: it never ran."""
+        """Process, host, node and place of a rank; None: it never ran."""
         path = self.folder / f"rank-{member}"
         words = path.read_text() if path.exists() else ""
         return words.split() if words.endswith("\n") else None
@@ -153,12 +155,12 @@ def two_nodes(folder, timeout_s=TIMEOUT_S, least=1):
 
 def test_a_rank_is_replaced_on_the_node_that_lost_it(tmp_path):
     with two_nodes(tmp_path, timeout_s=30.0) as job:  # a busy machine may stand for seconds
-        assert [job.rank(one)[1:] for one in (0, 1)] == [["host-0", "0"], ["host-1", "1"]]
+        assert [job.rank(one)[1:] for one in (0, 1)] == [["host-0", "0", "0"], ["host-1", "1", "1"]]
         job.kill(1)
         assert job.members(1) == (0,)
         job.joins(2, behind=1)
         assert job.members(2) == (0, 2)
-        assert job.rank(2)[1:] == ["host-1", "1"]
+        assert job.rank(2)[1:] == ["host-1", "1", "1"]
         assert job.end() == [ExitCode.DONE, ExitCode.DONE], job.log(0) + job.log(1)
 
 

@@ -122,6 +122,9 @@ class SurvivingJob:
     def start(self, member, joins):
         address = "127.0.0.1", self.store.port
         environment = {keys.MEMBER: str(member), keys.JOINS: json.dumps(joins)}
+        environment["WORLD_SIZE"] = str(self.num_ranks)
+        if member < self.num_ranks:
+            environment[keys.PLACE] = str(member)
         if member < len(self.hosts):
             environment[keys.HOST] = self.hosts[member]
         fault = self.faults.get(member)

@@ -14,6 +14,7 @@ from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.launching.coordinator import replicas_of
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
+from megatron_hdp.megatron.step import HdpSteps
 from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.support.epochs import DiesIn, IsCutOffIn, SurvivingJob
@@ -174,6 +175,31 @@ def test_a_straggler_leaves_when_a_spare_is_there(run_ranks, tmp_path, sharded):
     assert job.coordinator.retired == {1} and "member 1 leaves, which has 0." in job.said[-1]
     expected = reference(run_ranks, tmp_path, **changes)
     require_same_steps(job, expected, within=1e-11)  # what is rounded otherwise grows with steps
+
+
+def tells_known_speeds(member):
+    """Each time that steps are made anew."""
+    original = HdpSteps.__init__
+
+    def telling(self, arguments, executor, cost_model, *args, **kwargs):
+        print("speeds", cost_model.rank_speeds)
+        original(self, arguments, executor, cost_model, *args, **kwargs)
+
+    HdpSteps.__init__ = telling
+
+
+@pytest.mark.slow
+def test_known_speeds_stay_those_of_their_gpus(run_ranks, tmp_path):
+    path = tmp_path / "speeds"
+    path.write_text("0.9\n0.7\n0.5\n")
+    arguments = surviving(tmp_path, hdp_rank_speeds=path)
+    faults = {0: BEFORE_THE_VOTE, 1: tells_known_speeds}
+    job = SurvivingJob(arguments, 3, tmp_path, faults, spares=1)
+    require_survived(job, job.run())
+    require_same_steps(job, reference(run_ranks, tmp_path))
+    printed = job.printed()["member-1"].splitlines()
+    told = [line for line in printed if line.startswith("speeds")]
+    assert (told[0], told[-1]) == ("speeds (0.9, 0.7, 0.5)", "speeds (0.7, 0.5, 1.0)")
 
 
 @pytest.mark.slow

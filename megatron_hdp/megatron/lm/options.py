@@ -144,7 +144,6 @@ _SURVIVING: dict[str, Any] = {
     "wandb_project": "",
     "enable_ft_package": False,
     "use_tp_pp_dp_mapping": False,
-    "hdp_rank_speeds": None,
     "hdp_trace": None,
 }
 """The same for ``--hdp-survive``: what these begin is bound to the ranks that were there."""

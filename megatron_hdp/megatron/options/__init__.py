@@ -43,6 +43,7 @@ from megatron_hdp.megatron.options.position_checks import (
 from megatron_hdp.megatron.options.shape import (
     cost_model_of_job,
     job_of,
+    known_speeds,
     model_shape,
     padded_vocab_size,
     planned_weights,
@@ -76,6 +77,7 @@ __all__ = [
     "growth_of",
     "head_sizes",
     "job_of",
+    "known_speeds",
     "layer_frequency",
     "layer_windows",
     "layers_without_positions",

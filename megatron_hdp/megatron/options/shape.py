@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,13 +230,15 @@ def cost_model_of_job(
     job: Job,
     activation_bytes_per_token: float | None = None,
     nccl: Nccl | None = None,
+    rank_speeds: Sequence[float] | None = None,
 ) -> CostModel:
     """The cost model that a run plans with, as if keys and values travelled.
 
     Measured (``--hdp-cost-model``) or counted from the shape, with the speeds of
-    ``--hdp-rank-speeds``. `activation_bytes_per_token`, of all layers on all tensor ranks, were
-    counted on the model as it was built; else the formula of `planner.memory` gives them. With
-    `nccl`, which sends around rings, bandwidths follow the channels that it gives them.
+    ``--hdp-rank-speeds``, unless `rank_speeds` are given. `activation_bytes_per_token`, of all
+    layers on all tensor ranks, were counted on the model as it was built; else the formula of
+    `planner.memory` gives them. With `nccl`, which sends around rings, bandwidths follow the
+    channels that it gives them.
 
     Raises:
         ValueError: the measured file is about other layers; or a speed is no number, or not one a
@@ -265,13 +268,23 @@ def cost_model_of_job(
     found = replace(found, sum_ratio=job.stream_sum_ratio)
     found = following(found, nccl, job.hdp_ranks, job.tensor_ranks)
     found = replace(found, double_rings=arguments.double_rings)
-    if arguments.hdp_rank_speeds is None:
-        return found
-    path, ranks = arguments.hdp_rank_speeds, f"the run's {job.hdp_ranks} HDP ranks"
+    speeds = known_speeds(arguments, job.hdp_ranks) if rank_speeds is None else rank_speeds
+    return replace(found, rank_speeds=tuple(speeds))
+
+
+def known_speeds(arguments: TrainingArguments, hdp_ranks: int) -> tuple[float, ...]:
+    """The speeds of ``--hdp-rank-speeds``, which must be one a rank; empty: it is not given.
+
+    Raises:
+        ValueError: a speed is no number, or not one a rank.
+    """
+    path = arguments.hdp_rank_speeds
+    if path is None:
+        return ()
     text = path.read_text(encoding="utf-8-sig", errors="replace")
     lines = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
-    speeds = speeds_in((line for line in lines if line[1]), path, job.hdp_ranks, ranks)
-    return replace(found, rank_speeds=speeds)
+    ranks = f"the run's {hdp_ranks} HDP ranks"
+    return speeds_in((line for line in lines if line[1]), path, hdp_ranks, ranks)
 
 
 def _with_layers(measured: CostModel, arguments: TrainingArguments, job: Job) -> CostModel:

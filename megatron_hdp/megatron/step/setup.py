@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from megatron_hdp.megatron.options import (
     cost_model_of_job,
     head_sizes,
     job_of,
+    known_speeds,
     layer_windows,
 )
 from megatron_hdp.megatron.parallel import (
@@ -49,6 +51,7 @@ from megatron_hdp.runtime.attention import (
 )
 from megatron_hdp.runtime.clocks import clock_of
 from megatron_hdp.runtime.cuda import numa, pci_address
+from megatron_hdp.runtime.epochs import keys
 from megatron_hdp.runtime.gathering import gathered, largest
 from megatron_hdp.runtime.health import fingerprint
 from megatron_hdp.runtime.ring import connect_counterparts, wide_type
@@ -159,7 +162,9 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     vocab_size = get_attr_wrapped_model(executor.chunks[0], "vocab_size")
     job = job_of(arguments, num_gpus, vocab_size)
     kept = None if arguments.hdp_offload == "off" else _kept_bytes_per_token(arguments, executor)
-    cost_model = cost_model_of_job(arguments, job, kept, nccl_of_rings(arguments))
+    is_changing = arguments.hdp_survive and arguments.hdp_rank_speeds is not None
+    speeds = _speeds_of_gpus(arguments, place) if is_changing else None
+    cost_model = cost_model_of_job(arguments, job, kept, nccl_of_rings(arguments), speeds)
     cost_model = _on_nodes(cost_model, place)
     if cost_model.double_rings:
         executor.comm.ranks_per_node = cost_model.ranks_per_node
@@ -175,6 +180,23 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
         lambda layout: ways.latent_is_faster(layout.ring_lengths, layout.ring)
     )
     return ways.latent  # where keys and values travel, that takes less
+
+
+def _speeds_of_gpus(arguments: TrainingArguments, place: RankPlace) -> list[float]:
+    """Known speeds in a job whose ranks come and go: a line is about a GPU, whoever runs there.
+
+    The GPU of a spare has no line and counts as one of full speed.
+    """
+    ranks_of_stage = int(os.environ["WORLD_SIZE"]) // place.num_stages  # when the job began
+    known = known_speeds(arguments, ranks_of_stage // place.num_tensor_ranks)
+    mine, slot = 1.0, os.environ.get(keys.PLACE)
+    if slot is not None:
+        mine = known[int(slot) % ranks_of_stage // place.num_tensor_ranks]
+    speeds = [math.inf] * place.num_hdp_ranks
+    # an HDP rank may be made of several GPUs, and of other ones than in the beginning
+    for hdp_rank, speed in gathered((place.hdp_rank, mine)):
+        speeds[hdp_rank] = min(speeds[hdp_rank], speed)
+    return speeds
 
 
 def _on_nodes(cost_model: CostModel, place: RankPlace) -> CostModel:

@@ -16,6 +16,7 @@ from megatron_hdp.megatron.parallel import RankPlace
 from megatron_hdp.megatron.step import preparation, setup
 from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.attention import RunShapes, Selection
+from megatron_hdp.runtime.epochs import keys
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import tiny_arguments, write_corpus
 
@@ -193,3 +194,23 @@ def test_hdp_ranks_that_lie_apart_share_fewer_nodes(run_ranks, stages, mapping, 
     """The four ranks of the job are one node's."""
     settings = {"pipeline_model_parallel_size": stages}
     assert run_ranks(4, ranks_per_node, known, settings, mapping) == [expected] * 4
+
+
+def test_known_speeds_are_of_gpus_where_ranks_come_and_go(tmp_path, monkeypatch):
+    """Two stages of two tensor ranks, three HDP ranks in the beginning, two later."""
+    path = tmp_path / "speeds"
+    path.write_text("0.5\n0.7\n0.9\n")
+    arguments = replace(ARGUMENTS, hdp_rank_speeds=path)
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    now = {0: ["2", "3", "8", "9"], 1: ["4", None, "10", "7"]}  # by HDP rank, places of its GPUs
+    told = []
+    monkeypatch.setattr(setup, "gathered", lambda mine: told.append(mine) or [*told])
+    for hdp_rank, slots in now.items():
+        place = replace(PLACE, num_tensor_ranks=2, num_hdp_ranks=2, hdp_rank=hdp_rank)
+        for slot in slots:
+            monkeypatch.delenv(keys.PLACE, raising=False)
+            if slot is not None:
+                monkeypatch.setenv(keys.PLACE, slot)
+            found = setup._speeds_of_gpus(arguments, place)
+    assert [speed for _, speed in told] == [0.7, 0.7, 0.7, 0.7, 0.9, 1.0, 0.9, 0.5]
+    assert found == [0.7, 0.5]
