@@ -48,10 +48,7 @@ def join_job(arguments: TrainingArguments) -> None:
             rank does not come; there is no GPU for this rank, or none can do what is asked for.
     """
     _require_place()
-    device = compute_device()
-    if device.type == "cuda":
-        _require_gpu(device, arguments)
-        torch.cuda.set_device(device)
+    _take_gpu(arguments)
     minutes = communication_minutes(arguments)
     timeout = timedelta(minutes=minutes)
     try:
@@ -81,7 +78,12 @@ class JobPlace:
 
 
 def enter_job(arguments: TrainingArguments, place: JobPlace) -> None:
-    """Makes torch.distributed's default group; `leave_job` undoes it."""
+    """Makes torch.distributed's default group; `leave_job` undoes it.
+
+    Raises:
+        ValueError: there is no GPU for this rank, or none can do what is asked for.
+    """
+    _take_gpu(arguments)
     restart_meetings()
     dist.init_process_group(
         backend=_backend(arguments.distributed_backend, compute_device()),
@@ -119,6 +121,14 @@ def communication_minutes(arguments: TrainingArguments) -> int:
     minutes = arguments.distributed_timeout_minutes
     uses_nccl = _backend(arguments.distributed_backend, compute_device()) == "nccl"
     return minutes + _NCCL_MARGIN_MINUTES if uses_nccl else minutes
+
+
+def _take_gpu(arguments: TrainingArguments) -> None:
+    """Makes this rank's GPU, if there are some, the one that all that names none runs on."""
+    device = compute_device()
+    if device.type == "cuda":
+        _require_gpu(device, arguments)
+        torch.cuda.set_device(device)
 
 
 def _require_gpu(device: torch.device, arguments: TrainingArguments) -> None:

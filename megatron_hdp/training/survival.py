@@ -27,7 +27,7 @@ from megatron_hdp.megatron.step import (
     speeds_at,
 )
 from megatron_hdp.megatron.world import EpochEnds, Recovery
-from megatron_hdp.runtime.epochs import Epoch, Membership
+from megatron_hdp.runtime.epochs import Epoch, Membership, nccl
 from megatron_hdp.runtime.health import Heartbeat, RankFailure, StopSignals
 from megatron_hdp.runtime.timeline import CHECKPOINT, START, Timeline
 from megatron_hdp.training.loop import (
@@ -324,16 +324,13 @@ class _Run:
 
 
 def _require_known(arguments: TrainingArguments) -> None:
-    """Refuses what does not survive.
+    """Refuses what does not survive, and sets what ranks on GPUs need to.
 
     Raises:
         ValueError: there is something.
     """
-    if parallel.compute_device().type != "cpu":
-        raise ValueError(
-            "--hdp-survive: found a GPU, expected CPUs: what waits inside of NCCL cannot be ended "
-            "yet: leave it out, and start the job again from its checkpoint when a rank is lost"
-        )
+    if parallel.compute_device().type == "cuda":
+        nccl.prepare()
     found = {
         "--async-save": arguments.async_save,
         "--hdp-loaders ray": loaders_spec(arguments).backend == "ray",

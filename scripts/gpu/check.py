@@ -23,7 +23,7 @@ from running import Finished, run
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ("bench_rings", "bench_attention", "bench_offload", "bench_loss")
-PARTS = ("questions", "tests", "benchmarks")
+PARTS = ("questions", "tests", "benchmarks", "lost-rank")
 _DEVICE = """
 import json, sys, torch
 gpu = torch.cuda.is_available()
@@ -224,6 +224,18 @@ class Check:
         done = self.command([sys.executable, script, picture, *options], 160)
         return _row("trace of a step", done, done.lines[-1] if done.lines else "")
 
+    def lost_rank(self) -> Row:
+        """A rank of three is killed, and the others go on, on one GPU or on their own."""
+        name = "lost rank"
+        if self.device == "cpu" or self.left_s() < 90:
+            why = "needs a GPU" if self.device == "cpu" else "no time left"
+            return Row(name, "skipped", figures=why)
+        options = ["-s", "--tb=short", "--color=no", "-p", "no:cacheprovider", "-m", "gpu"]
+        command = [sys.executable, "-m", "pytest", *options, "tests/gpu/test_lost_rank.py"]
+        done = self.command(command, 240.0)
+        found = [line for line in done.lines if "from the kill" in line]
+        return _row(name, done, " ".join(found).lstrip("."))
+
     def all_parts(self) -> None:
         """Run everything in order."""
         ready = self.part("packages", self.packages) and self.part("planner", self.planner)
@@ -235,12 +247,13 @@ class Check:
             self.part(f"questions: {topic}", lambda topic=topic: self.questions(topic))
         if "tests" in self.parts:
             self.part("tests", self.tests)
-        if "benchmarks" not in self.parts:
-            return
-        for number, name in enumerate(BENCHMARKS):
-            left = len(BENCHMARKS) - number + 1  # the picture comes last
+        for number, name in enumerate(BENCHMARKS if "benchmarks" in self.parts else ()):
+            left = len(BENCHMARKS) - number + 1  # the picture comes behind them
             self.part(name, lambda name=name, left=left: self.benchmark(name, left))
-        self.part("trace of a step", self.picture)
+        if "benchmarks" in self.parts:
+            self.part("trace of a step", self.picture)
+        if "lost-rank" in self.parts:
+            self.part("lost rank", self.lost_rank)
 
     def summary(self, about: str) -> str:
         """The last table, in Markdown."""

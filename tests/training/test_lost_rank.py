@@ -1,5 +1,6 @@
 """A rank is lost, or joins: no step is lost, none counts twice, and nothing else changes."""
 
+import os
 import random
 import subprocess
 import sys
@@ -50,12 +51,13 @@ def require_same_steps(job, expected, within=EXACT):
     [
         ({"async_save": True}, "cpu", "--async-save"),
         ({"hdp_loaders": "ray"}, "cpu", "--hdp-loaders ray"),
-        ({}, "cuda", "found a GPU"),
+        ({}, "cuda", "found TORCH_NCCL_ASYNC_ERROR_HANDLING=1, expected 0"),
     ],
 )
 def test_what_does_not_survive_is_refused(changes, device, words):
     arguments = tiny_arguments(None, hdp_survive=True, **changes)
     with (
+        mock.patch.dict(os.environ, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
         mock.patch.object(parallel, "compute_device", lambda: torch.device(device)),
         pytest.raises(ValueError, match=words),
     ):

@@ -36,7 +36,7 @@ from megatron_hdp.megatron.options import (
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.step import loaders_spec
 from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
-from megatron_hdp.runtime.epochs import keys
+from megatron_hdp.runtime.epochs import keys, nccl
 
 LEFT_OUT = (
     "hdp_global_batch_tokens",  # Megatron counts --global-batch-size samples a step
@@ -144,6 +144,8 @@ _SURVIVING: dict[str, Any] = {
     "wandb_project": "",
     "enable_ft_package": False,
     "use_tp_pp_dp_mapping": False,
+    "use_nccl_ub": False,
+    "use_sharp": False,
     "hdp_trace": None,
 }
 """The same for ``--hdp-survive``: what these begin is bound to the ranks that were there."""
@@ -229,11 +231,6 @@ def check(args: argparse.Namespace) -> None:
 
 def _check_survival(args: argparse.Namespace) -> None:
     """Refuses what does not survive the loss of ranks, and a job without an agent."""
-    if compute_device().type != "cpu":
-        raise OptionError(
-            "--hdp-survive: found a GPU, expected CPUs: what waits inside of NCCL cannot be ended "
-            "yet: leave it out, and start the job again from its checkpoint when a rank is lost"
-        )
     for name, wanted in _SURVIVING.items():
         found = getattr(args, name, wanted)
         if found not in (wanted, None):
@@ -243,6 +240,8 @@ def _check_survival(args: argparse.Namespace) -> None:
             )
     try:
         keys.address_of_agent()
+        if compute_device().type == "cuda":
+            nccl.prepare()
     except ValueError as error:
         raise OptionError(str(error)) from None
 

@@ -158,7 +158,15 @@ def check_dispatcher(of: Any, options: HdpOptions) -> None:
             "one of them out"
         )
     backend = getattr(of, "moe_flex_dispatcher_backend", "deepep")
-    if getattr(of, "moe_token_dispatcher_type", None) != "flex" or backend == "deepep":
+    if getattr(of, "moe_token_dispatcher_type", None) != "flex":
+        return
+    if options.hdp_survive:
+        raise OptionError(
+            "--moe-token-dispatcher-type flex with --hdp-survive: expected alltoall, because "
+            "DeepEP's buffers have connections of their own, to the ranks that were there: leave "
+            "one of them out"
+        )
+    if backend == "deepep":
         return
     if backend != "hybridep":
         raise OptionError(

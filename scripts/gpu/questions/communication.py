@@ -3,6 +3,7 @@
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,11 +18,12 @@ from common import seconds_of
 from several_ranks import new_group_of_all, one_gpu_environment, run
 
 from megatron_hdp.runtime.attention import RunShapes, select_attention
+from megatron_hdp.runtime.epochs import nccl
 from megatron_hdp.runtime.ring import RingComm, TokenLayout, new_ring_group
 from questions import Answer, question
 
 _LATE_S = 2.0
-_LIMIT_S = 16.0  # of each pair of ranks; there are five
+_LIMIT_S = 16.0  # of each pair of ranks; there are six, and a seventh on two GPUs
 _PER_PEER = re.compile(r"(\d+) p2p channels per peer")
 
 
@@ -194,6 +196,69 @@ def one_reduces_early(then: str) -> tuple[float, float]:
     reduction.wait()
     torch.cuda.synchronize()
     return sent_s, freed_s
+
+
+@cache
+def _aborted() -> dict[str, Any]:
+    """What rank 0 of two found, which waits for the other one in vain."""
+    found: dict[str, Any] = run(2, aborted_in_two_waits, timeout_s=_LIMIT_S)[0]
+    return found
+
+
+@question(
+    "two communicators that wait for a rank, aborted together: until the host's wait ends",
+    "below 1 s, without an error",
+)
+def _abort() -> Answer:
+    """How a rank leaves a step in which another one has died."""
+    all_ended, seconds, error = (_aborted()[key] for key in ("ended", "seconds", "error"))
+    found = f"{seconds:.2f} s, {error or 'no error'}, all aborts ended: {all_ended}"
+    return Answer(found, bool(all_ended) and not error and seconds < 1)
+
+
+@question("the process behind those aborts: its watchdog, a new communicator", "it lives, sums")
+def _behind_an_abort() -> Answer:
+    """Whether the rank may go on: nothing ends the process, and it can make groups anew."""
+    told, total = _aborted()["later"], _aborted()["sum"]
+    return Answer(f"an aborted one says: {told}; a new one sums 1 to {total:g}", total == 1)
+
+
+def aborted_in_two_waits() -> dict[str, Any]:
+    """Body of a rank: what aborts do to rank 0, which waits for rank 1 in both communicators."""
+    nccl.prepare()
+    groups, tensor = [new_group_of_all("cuda") for _ in range(2)], torch.ones(1 << 20).cuda()
+    for group in groups:
+        dist.all_reduce(tensor.clone(), group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        return {}  # never comes
+    found: dict[str, Any] = {"error": None, "later": "nothing"}
+
+    def abort() -> None:
+        time.sleep(0.5)
+        found["began"] = time.perf_counter()
+        found["ended"] = nccl.Communicators().abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    try:
+        for group in groups:
+            dist.all_reduce(tensor.clone(), group=group, async_op=True)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        found["error"] = str(error)
+    found["seconds"] = time.perf_counter() - found["began"]
+    thread.join()
+    time.sleep(1.0)  # PyTorch's watchdog looks ten times a second
+    try:
+        dist.all_reduce(tensor, group=groups[0])
+    except RuntimeError as error:
+        found["later"] = type(error).__name__
+    alone = dist.new_group([0], backend="nccl", use_local_synchronization=True)
+    ones = torch.ones(1, device="cuda")
+    dist.all_reduce(ones, group=alone)
+    return found | {"sum": ones.item()}
 
 
 @question(

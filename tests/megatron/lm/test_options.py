@@ -4,8 +4,10 @@ import argparse
 import importlib.util
 import json
 import os
+from unittest import mock
 
 import pytest
+import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_hdp.megatron.lm import options
@@ -375,6 +377,7 @@ def test_validation_sets_are_told_apart_by_hdp_alone(names):
     [
         ("", {"async_save": True}, "--async-save"),
         ("", {"log_straggler": True}, "--log-straggler"),
+        ("", {"use_nccl_ub": True}, "--use-nccl-ub"),
         ("--hdp-trace folder --hdp-trace-steps 2-3", {}, "--hdp-trace"),
         ("", {}, "found no MEGATRON_HDP_MEMBER"),
     ],
@@ -383,3 +386,23 @@ def test_what_does_not_survive_is_refused(monkeypatch, flags, megatrons, found):
     monkeypatch.delenv("MEGATRON_HDP_MEMBER", raising=False)
     with pytest.raises(OptionError, match=f"^--hdp-survive: .*{found}"):
         options.check(on(f"--hdp-survive {flags}", **megatrons))
+
+
+@pytest.mark.parametrize("found", [None, "3"])
+def test_ranks_on_gpus_set_what_they_need_to_survive(found):
+    variables = {"MEGATRON_HDP_MEMBER": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    variables |= {} if found is None else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": found}
+    on_gpu = mock.patch.object(options, "compute_device", lambda: torch.device("cuda"))
+    with mock.patch.dict(os.environ, variables), on_gpu:
+        if found is None:
+            options._check_survival(on("--hdp-survive"))
+            assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+            return
+        with pytest.raises(OptionError, match="HANDLING=3, expected 0, or unset: else PyTorch's w"):
+            options._check_survival(on("--hdp-survive"))
+
+
+def test_buffers_of_deep_ep_do_not_survive():
+    args = on("--hdp-survive", **FLEX)
+    with pytest.raises(OptionError, match="flex with --hdp-survive: expected alltoall"):
+        options.check_dispatcher(args, options.training_arguments(args))
