@@ -238,7 +238,6 @@ class _Run:
         # known before the vote: others may pass it although this rank does not hear of it
         self._report = gradients_of_step(job, outputs, self._progress)
         require_finite(job, self._progress, self._report)
-        self.recovery.membership.require_ongoing()
         self.apply()
 
     def apply(self) -> None:

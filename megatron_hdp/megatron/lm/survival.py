@@ -179,7 +179,6 @@ class LmSurvival:
             return again.outcome
         # whoever passes this has seen that all ranks have whole gradients
         largest([0], parallel.compute_device())
-        self.recovery.membership.require_ongoing()
         return self.apply()
 
     def count_operations(self, of_step: float) -> None:

@@ -240,8 +240,8 @@ class Recovery:
     def applying(self) -> Iterator[None]:
         """Around the optimizer's step, which changes nothing if its epoch ends before it could.
 
-        The optimizer asks others for the norm of gradients before it changes weights, and for
-        nothing while it does.
+        It follows the vote; the optimizer itself asks others for the norm of gradients before it
+        changes weights, and for nothing while it does.
 
         Raises:
             EpochOverError: what others said does not count.
@@ -250,11 +250,16 @@ class Recovery:
         assert optimizer is not None
         get_grad_norm = optimizer.get_grad_norm
 
+        def require_ongoing() -> None:
+            if not self._catches_up:  # with those who have counted both
+                self.membership.require_ongoing()
+
         def checked() -> Any:
             norm = get_grad_norm()
-            if not self._catches_up:  # behind others, whose norm it has
-                self.membership.require_ongoing()
+            require_ongoing()
             return norm
+
+        require_ongoing()
 
         with Overrides() as overrides:
             overrides.set(optimizer, "get_grad_norm", checked)
