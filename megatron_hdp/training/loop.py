@@ -129,7 +129,7 @@ def _train_step(
     require_finite(job, progress, report)
     done = apply_step(job, progress, report, started)
     outputs.end_step(done.step)
-    return write_step(job, outputs, done, validate(job, done.step)), done.progress()
+    return write_step(job, outputs, done), done.progress()
 
 
 def gradients_of_step(job: TrainingJob, outputs: StepOutputs, progress: Progress) -> StepReport:
@@ -172,10 +172,8 @@ def apply_step(
     )
 
 
-def write_step(
-    job: TrainingJob, outputs: StepOutputs, done: StepDone, validation: EvaluationLoss | None
-) -> StepMetrics:
-    """Writes the metrics of a step, and what was found behind it if that was due."""
+def write_step(job: TrainingJob, outputs: StepOutputs, done: StepDone) -> StepMetrics:
+    """Evaluates if that is due, and writes the metrics of a step."""
     return outputs.write(
         done.report,
         step=done.step,
@@ -183,7 +181,7 @@ def write_step(
         learning_rate=done.learning_rate,
         consumed_tokens=done.consumed_tokens,
         seconds=done.seconds,
-        validation=validation,
+        validation=validate(job, done.step),
     )
 
 

@@ -267,9 +267,7 @@ class _Run:
             validate(job, self._progress.iteration)
         else:
             outputs.end_step(done.step)
-            validation = validate(job, done.step)
-            self.recovery.membership.require_ongoing()
-            metrics = self._records[done.step] = write_step(job, outputs, done, validation)
+            metrics = self._records[done.step] = write_step(job, outputs, done)
             if done.step % self._arguments.log_interval == 0:
                 parallel.say(log_line(metrics, self._arguments.train_iters))
         self.recovery.name_slow(lambda: speeds_at(position))
