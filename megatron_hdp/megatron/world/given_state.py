@@ -56,11 +56,12 @@ def give_state(
 
 
 def _begin_state(adam: torch.optim.Optimizer) -> None:
-    """What Adam makes in its first step, as of none."""
+    """What Adam makes in its first step, as of none; fused ones count steps in their settings."""
     if not adam.state:
         torch_adam.create_state(adam)
         for state in adam.state.values():
-            state["step"].zero_()
+            if "step" in state:
+                state["step"].zero_()
 
 
 def _take_over_types(

@@ -41,9 +41,9 @@ class CarriedState:
                     adam.state[new] = state
 
     def settings(self) -> list[Any]:
-        """All of it but tensors that have a shape: few words."""
+        """All of it but tensors that have a shape: few words, on no device of this rank's."""
         return [
-            (settings, [_numbers(state) for _, state in parameters])
+            (_on_host(settings), [_on_host(_numbers(state)) for _, state in parameters])
             for settings, parameters in self._groups
         ]
 
@@ -52,10 +52,10 @@ class CarriedState:
         for adam_group, parameters, (settings, numbers) in zip(
             self._own, self._groups, found, strict=True
         ):
-            adam_group.update(settings)
+            _take_over(adam_group, settings)
             for (_, state), mine in zip(parameters[1], numbers, strict=True):
                 if state is not None:
-                    state.update({name: one.clone() for name, one in mine.items()})
+                    _take_over(state, mine)
 
     def tensors(self) -> Iterator[tuple[torch.Tensor, bool]]:
         """All tensors of it, each with whether it belongs to experts that are spread over ranks."""
@@ -79,3 +79,16 @@ def _numbers(state: Mapping[str, Any] | None) -> dict[str, Any]:
     """Those of a parameter's state that have no shape, as Adam's step."""
     named = (state or {}).items()
     return {name: one for name, one in named if torch.is_tensor(one) and not one.dim()}
+
+
+def _on_host(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one.cpu() if torch.is_tensor(one) else one for name, one in found.items()}
+
+
+def _take_over(mine: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Takes values over, tensors as copies where this rank's own lie."""
+    for name, value in found.items():
+        if torch.is_tensor(value):
+            own = mine.get(name, value)
+            value = value.to(own.device, copy=True)
+        mine[name] = value
