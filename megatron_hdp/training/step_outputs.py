@@ -23,11 +23,17 @@ from megatron_hdp.training.training_job import Steps
 class StepOutputs:
     """Writes as the flags say; every rank makes the same calls.
 
-    What a file of metrics holds of the first step and later ones is dropped.
+    What a file of metrics holds of the first step and later ones is dropped. `tracer` is that of a
+    job whose ranks come and go.
     """
 
     def __init__(
-        self, arguments: TrainingArguments, steps: Steps, vocab_size: int, first_step: int
+        self,
+        arguments: TrainingArguments,
+        steps: Steps,
+        vocab_size: int,
+        first_step: int,
+        tracer: StepTracer | None = None,
     ) -> None:
         self._arguments = arguments
         self._steps = steps
@@ -40,10 +46,11 @@ class StepOutputs:
             first_step=first_step,
         )
         self._to_validate: StepMetrics | None = None
-        self._tracer = None
-        if arguments.hdp_trace is not None and arguments.hdp_trace_steps is not None:
+        self._tracer = tracer
+        folder, traced = arguments.hdp_trace, arguments.hdp_trace_steps
+        if tracer is None and folder is not None and traced is not None:
             assert isinstance(steps, HdpSteps), "tracing without HDP is refused with the flags"
-            self._tracer = StepTracer(arguments.hdp_trace, arguments.hdp_trace_steps, steps)
+            self._tracer = StepTracer(folder, traced, steps)
 
     def begin_step(self, step: int) -> None:
         """A step begins, counted from 1; a step may begin again."""

@@ -2,9 +2,10 @@
 
 Every rank records its spans, the first one writes them all as trace events.
 
-A rank is a process of the trace; its threads are the plan, what it computed, each kind of wait, and
-the optimizer's step. With several model chunks on a stage (virtual stages) plan and compute have a
-thread a chunk. A micro-batch in parts has a bar for each part of it.
+A rank is a process of the trace (in a job whose ranks come and go: a member); its threads are the
+plan, what it computed, each kind of wait, and the optimizer's step. With several model chunks on a
+stage (virtual stages) plan and compute have a thread a chunk. A micro-batch in parts has a bar for
+each part of it.
 The plan's bars begin with the step and are stretched by one factor for the whole step, measured
 over predicted compute of all ranks, so that its shape compares with what happened on any machine.
 
@@ -44,17 +45,18 @@ from megatron_hdp.simulator.plan_bars import bars_by_rank, lanes_of
 from megatron_hdp.simulator.trace_events import Event, MicroBatchDetails, bar, labels, write_events
 
 PLAN, COMPUTE = "plan", "compute"
-LANES = (PLAN, COMPUTE, TO_HOST, TO_DEVICE, RING_WAIT, PIPELINE_WAIT, SYNC, OPTIMIZER)
+RECOVERY = "recovery"
+LANES = (PLAN, COMPUTE, TO_HOST, TO_DEVICE, RING_WAIT, PIPELINE_WAIT, SYNC, OPTIMIZER, RECOVERY)
 _OF_CHUNKS = (PLAN, COMPUTE)
 _COMPUTES = {FORWARD, BACKWARD}
 _THREADS = 1000  # numbers of one process, ten a chunk
-_JOB = 1  # the process above those of the ranks
+JOB = 1  # the process above those of the ranks
 _FIRST_RANK = 2
 _ORDER = ("hdp_rank", "stage", "tensor_rank")
 _SHORT = 1e-4  # of the step: shorter waits are too many to draw and too short to see
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_ABOUT = {
+ABOUT = {
     "times": "when work ran: by CPU clocks; on GPUs by events of the compute stream, aligned "
     "with the CPU's clock at the beginning of each step",
     "alignment": "ranks of one machine share its clock; machines are aligned where they leave "
@@ -77,6 +79,8 @@ class RankSpans:
     """Seconds of waits too short to be among the spans, by kind."""
     cpu_s: float
     """CPU time of its process, all threads."""
+    member: int | None = None
+    """Its number in a job whose ranks come and go."""
 
     @classmethod
     def of_rank(
@@ -110,17 +114,34 @@ def clock_starts(ranks: Iterable[RankSpans]) -> dict[str, float]:
     return starts
 
 
-def name_events(places: Sequence[RankPlace], offload: bool = False) -> Iterator[Event]:
-    """The names of processes and threads."""
-    yield from labels("process", _JOB, _thread(_JOB, PLAN), "job", 0)
-    yield from labels("thread", _JOB, _thread(_JOB, PLAN), "steps", 0)
-    for process, place in enumerate(places, _FIRST_RANK):
-        label = f"HDP rank {place.hdp_rank}"
+def process_of(number: int) -> int:
+    """The trace's process of a rank or, where ranks come and go, of a member."""
+    return _FIRST_RANK + number
+
+
+def numbered(ranks: Sequence[RankSpans]) -> Iterator[tuple[int, RankSpans]]:
+    """Ranks, in ascending order of their places, with their processes."""
+    for i, rank in enumerate(ranks):
+        yield process_of(i if rank.member is None else rank.member), rank
+
+
+def name_events(
+    places: Sequence[RankPlace], offload: bool = False, members: Sequence[int] | None = None
+) -> Iterator[Event]:
+    """The names of processes and threads; ranks that come and go are named as `members`."""
+    yield from labels("process", JOB, thread_of(JOB, PLAN), "job", 0)
+    yield from labels("thread", JOB, thread_of(JOB, PLAN), "steps", 0)
+    if members is not None:
+        yield from labels("thread", JOB, thread_of(JOB, RECOVERY), "epochs", 1)
+    for number, place in zip(members or range(len(places)), places, strict=True):
+        process = process_of(number)
+        label = f"HDP rank {place.hdp_rank}" if members is None else f"member {number}"
         label += f", stage {place.stage}" if place.num_stages > 1 else ""
         label += f", tensor rank {place.tensor_rank}" if place.num_tensor_ranks > 1 else ""
-        yield from labels("process", process, _thread(process, PLAN), label, process)
+        yield from labels("process", process, thread_of(process, PLAN), label, process)
         unused = {TO_HOST, TO_DEVICE} if not offload else set()
         unused |= {PIPELINE_WAIT} if place.num_stages == 1 else set()
+        unused |= {RECOVERY} if members is None else set()
         chunks = range(place.num_model_chunks)
         lanes = [(lane, chunk) for chunk in chunks for lane in _OF_CHUNKS]
         lanes += [(lane, 0) for lane in LANES if lane not in {*_OF_CHUNKS, *unused}]
@@ -128,7 +149,7 @@ def name_events(places: Sequence[RankPlace], offload: bool = False) -> Iterator[
             named = lane
             if lane in _OF_CHUNKS and len(chunks) > 1:
                 named += f", chunk {chunk}"
-            yield from labels("thread", process, _thread(process, lane, chunk), named, position)
+            yield from labels("thread", process, thread_of(process, lane, chunk), named, position)
 
 
 def step_events(
@@ -152,12 +173,12 @@ def step_events(
     last_s = max(
         (span.end_s - starts[rank.clock] for rank in ranks for span in rank.spans), default=0.0
     )
-    yield bar(f"step {step}", _JOB, _thread(_JOB, PLAN), offset_s, offset_s + last_s, facts)
-    for process, rank in enumerate(ranks, _FIRST_RANK):
+    yield bar(f"step {step}", JOB, thread_of(JOB, PLAN), offset_s, offset_s + last_s, facts)
+    for process, rank in numbered(ranks):
         yield from overlay.events(rank.place, process)
         for span in sorted(rank.spans, key=lambda span: span.start_s):
             shift_s = offset_s - starts[rank.clock]
-            yield _span_event(span, overlay.details, rank.place, process, shift_s)
+            yield span_event(span, overlay.details, rank.place, process, shift_s)
 
 
 def step_facts(ranks: Sequence[RankSpans], evaluation: Evaluation) -> dict[str, Any]:
@@ -204,22 +225,26 @@ class _Overlay:
             yield bar(
                 _name(kind, about),
                 process,
-                _thread(process, PLAN, int(lanes.chunk[i])),
+                thread_of(process, PLAN, int(lanes.chunk[i])),
                 self._offset_s + start_s * self._scale,
                 self._offset_s + end_s * self._scale,
                 about | {"predicted_s": end_s - start_s, "stretched_by": self._scale},
             )
 
 
-def _span_event(
-    span: Span, details: MicroBatchDetails, place: RankPlace, process: int, shift_s: float
+def span_event(
+    span: Span, details: MicroBatchDetails | None, place: RankPlace, process: int, shift_s: float
 ) -> Event:
+    """The bar of a span; without details where the plan is not known any more."""
     computes = span.kind in _COMPUTES
-    thread = _thread(process, COMPUTE if computes else span.kind, span.chunk if computes else 0)
+    lane = COMPUTE if computes else span.kind if span.kind in LANES else RECOVERY
+    thread = thread_of(process, lane, span.chunk if computes else 0)
     name, about = span.kind, {}
     if computes:
         name = f"{span.kind}, padding"
-    if span.micro_batch is not None:
+    if span.micro_batch is not None and details is None:
+        about, name = {"micro_batch": span.micro_batch}, f"{span.kind} {span.micro_batch}"
+    elif span.micro_batch is not None and details is not None:
         about = details.of(span.micro_batch, place.hdp_rank)
         if span.part is not None:
             about = about | {"part": span.part}
@@ -229,8 +254,8 @@ def _span_event(
     return bar(name, process, thread, span.start_s + shift_s, span.end_s + shift_s, about)
 
 
-def _thread(process: int, lane: str, chunk: int = 0) -> int:
-    """Another one for every lane; none is its process, which a viewer would put first."""
+def thread_of(process: int, lane: str, chunk: int = 0) -> int:
+    """The thread of a lane, another one for each: none is its process, which would be first."""
     return _THREADS * process + 10 * chunk + LANES.index(lane)
 
 
@@ -274,31 +299,49 @@ class StepTracer:
         """Call when it has run and has been timed: gathers from all ranks and writes."""
         if step not in self._steps:
             return
-        cpu_s = time.process_time() - self._cpu_began_s
-        timeline = self._traced.executor.timeline
-        mine = RankSpans.of_rank(
-            self._traced.place, _clock(), timeline.started_s, timeline.stop_recording(), cpu_s
-        )
+        mine = self._noted(step)
         first = dist.get_rank() == 0
         ranks: list[RankSpans] | None = [mine] * dist.get_world_size() if first else None
         dist.gather_object(mine, ranks)
         if ranks is not None:
             self._add(step, ranks)
-            write_events(self._path, self._events, _ABOUT)
+            write_events(self._path, self._events, self._about())
+
+    def _noted(self, step: int) -> RankSpans:
+        """What this rank noted in a step that has ended."""
+        cpu_s = time.process_time() - self._cpu_began_s
+        timeline = self._traced.executor.timeline
+        return RankSpans.of_rank(
+            self._traced.place, clock(), timeline.started_s, timeline.stop_recording(), cpu_s
+        )
 
     def _add(self, step: int, ranks: list[RankSpans]) -> None:
         start_s = clock_starts(ranks)[ranks[0].clock]
-        ranks = sorted(ranks, key=lambda rank: attrgetter(*_ORDER)(rank.place))
+        ranks = by_place(ranks)
         if self._began_s is None:
             self._began_s = start_s
-            offload = self._traced.arguments.hdp_offload != "off"
-            self._events += name_events([rank.place for rank in ranks], offload)
+        self._name(ranks)
         plan, evaluation = self._traced.planned_times()
         offset_s, learnt = start_s - self._began_s, self._traced.corrections()
         self._events += step_events(ranks, plan, evaluation, step, offset_s, learnt)
 
+    def _name(self, ranks: Sequence[RankSpans]) -> None:
+        """Names the processes of ranks before their first bars."""
+        if not self._events:
+            offload = self._traced.arguments.hdp_offload != "off"
+            self._events += name_events([rank.place for rank in ranks], offload)
 
-def _clock() -> str:
+    def _about(self) -> dict[str, Any]:
+        """Facts on the whole file."""
+        return dict(ABOUT)
+
+
+def by_place(ranks: Iterable[RankSpans]) -> list[RankSpans]:
+    """In the order in which a viewer lists them."""
+    return sorted(ranks, key=lambda rank: attrgetter(*_ORDER)(rank.place))
+
+
+def clock() -> str:
     """What this rank's clock is shared under: the machine's boot, where Linux tells it."""
     if _BOOT.exists():
         return _BOOT.read_text().strip()

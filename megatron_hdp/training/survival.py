@@ -30,6 +30,7 @@ from megatron_hdp.megatron.world import EpochEnds, Recovery
 from megatron_hdp.runtime.epochs import Epoch, Membership, nccl
 from megatron_hdp.runtime.health import Heartbeat, RankFailure, StopSignals
 from megatron_hdp.runtime.timeline import CHECKPOINT, START, Timeline
+from megatron_hdp.training.epochs_trace import EpochsTracer
 from megatron_hdp.training.loop import (
     StepDone,
     apply_step,
@@ -98,6 +99,7 @@ class _Run:
         self._shards = self.recovery.shards
         self._executor: HdpExecutor | None = None
         self._job: TrainingJob | None = None
+        self._tracer: EpochsTracer | None = None
         self._report: StepReport | None = None
         self._started = 0.0
         self._latest: StepDone | None = None
@@ -146,11 +148,14 @@ class _Run:
         self.recovery.heartbeat = heartbeat
         with self._timeline.span(START):
             job = self._make_job(epoch)
+        self._trace(epoch, job)
         assert self._progress is not None
         is_pending = not self._is_written
         first_step = self._progress.iteration + (0 if is_pending else 1)
         with (
-            closing(StepOutputs(arguments, job.training, job.vocab_size, first_step)) as outputs,
+            closing(
+                StepOutputs(arguments, job.training, job.vocab_size, first_step, self._tracer)
+            ) as outputs,
             ExitStack() as ending,
         ):
             ending.callback(job.close)
@@ -212,6 +217,18 @@ class _Run:
             job.checkpoints.enter(self._progress)
         self._keep(steps)
         return job
+
+    def _trace(self, epoch: Epoch, job: TrainingJob) -> None:
+        """Lets the trace, if there is one, hold how this rank has come into an epoch."""
+        folder, traced = self._arguments.hdp_trace, self._arguments.hdp_trace_steps
+        spans, training = self.recovery.spans(), job.training
+        if folder is None or traced is None:
+            return
+        assert isinstance(training, HdpSteps) and self._progress is not None
+        if self._tracer is None:
+            member = self.recovery.membership.member
+            self._tracer = EpochsTracer(folder, traced, training, member)
+        self._tracer.enter(epoch, training, self._progress.iteration, spans)
 
     def _keep(self, steps: list[HdpSteps]) -> None:
         """Notes the state behind the latest step."""
@@ -331,7 +348,6 @@ def _require_known(arguments: TrainingArguments) -> None:
     found = {
         "--async-save": arguments.async_save,
         "--hdp-loaders ray": loaders_spec(arguments).backend == "ray",
-        "--hdp-trace": arguments.hdp_trace is not None,
     }
     for name, is_there in found.items():
         if is_there:

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from unittest import mock
 
 import psutil
@@ -20,6 +21,7 @@ from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.support.epochs import DiesIn, IsCutOffIn, SurvivingJob
 from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
+from tests.training.epoch_traces import read_trace, require_whole
 from tests.training.runs import LENGTHS, curve, flags, lines_of, run
 
 EXACT = 1e-12
@@ -91,11 +93,27 @@ MOMENTS = {
     ],
 )
 def test_a_rank_dies(run_ranks, tmp_path, moment, victim):
-    arguments = surviving(tmp_path, save=tmp_path / "saved", save_interval=1)
+    traced = {"hdp_trace": tmp_path / "trace", "hdp_trace_steps": "2-5"}
+    arguments = surviving(tmp_path, save=tmp_path / "saved", save_interval=1, **traced)
     job = SurvivingJob(arguments, 3, tmp_path, {victim: MOMENTS[moment]})
     require_survived(job, job.run())
-    assert job.coordinator.epoch.members == tuple(one for one in range(3) if one != victim)
+    left = tuple(one for one in range(3) if one != victim)
+    assert job.coordinator.epoch.members == left
     require_same_steps(job, reference(run_ranks, tmp_path))
+    trace = read_trace(tmp_path / "trace" / "steps-2-5.json")
+    require_whole(trace, left, steps=4)
+    (lost,) = trace.lane(victim, "recovery")
+    assert lost["name"] == "lost" and "SIGKILL" in lost["args"]["why"]
+    (epoch,) = trace.epochs()
+    assert epoch["args"]["lost"] == [victim] and epoch["args"]["joined"] == []
+    is_redone = moment in ("in the step", "before the vote", "before the commit")
+    assert epoch["args"]["behind_step"] == (2 if is_redone else 3)
+    for member in (victim, *left):
+        run = [one for one in trace.lane(member, "compute") if one["ts"] < epoch["ts"]]
+        assert run, f"nothing of member {member} before the loss"
+    if moment == "before the vote":  # what is run again was run
+        passes = [Counter(one["name"] for one in trace.left(member)) for member in left]
+        assert all(any("forward" in name for name in one) for one in passes), passes
 
 
 def test_who_has_not_applied_a_step_that_others_have_applies_it(run_ranks, tmp_path):

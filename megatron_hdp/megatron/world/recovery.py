@@ -8,6 +8,8 @@ shard is left.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,11 +30,15 @@ from megatron_hdp.overrides import Overrides
 from megatron_hdp.runtime.epochs import Epoch, Membership, Terms, keys, nccl
 from megatron_hdp.runtime.gathering import gathered
 from megatron_hdp.runtime.health import Heartbeat, RankFailure
-from megatron_hdp.runtime.timeline import Timeline
+from megatron_hdp.runtime.timeline import Span, Timeline
 
 _NOTICE_S = 20.0
 """How long failed communication may remain without a word of the agent's, where one node is."""
 
+
+LEAVES, AGREES, LETS_GO = "leaves the step", "hears who is left", "lets go of groups"
+ENTERS, PREPARES = "makes groups anew", "prepares the step"
+_MOST_SPANS = 64  # of recoveries that nobody asks for
 
 _Result = TypeVar("_Result")
 
@@ -122,6 +128,9 @@ class Recovery:
         self._kept: dict[int, _Kept] = {}
         self._identities: tuple[int, ...] = ()
         self._catches_up = False
+        self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
+        self._told_s: float | None = None
+        self._mark_s = 0.0
 
     def hold(
         self,
@@ -150,7 +159,9 @@ class Recovery:
     def admitted(self) -> Epoch:
         """The first epoch of one that joins, who leaves those that it has built its model with."""
         self._world.leave()
-        return self.membership.first()
+        epoch = self.membership.first()
+        self._mark_s = time.perf_counter()
+        return epoch
 
     def enter(self, epoch: Epoch) -> HdpExecutor | None:
         """Makes the groups of an epoch; behind the first one all that is bound to them, too."""
@@ -163,12 +174,26 @@ class Recovery:
         executor = self._world.enter(place)
         # the learning rate of the step that was gone back to
         self._scheduler.step(increment=0)
+        self._note(ENTERS)
         return executor
 
     def calm(self) -> None:
         """Before the waits of this rank are broken: that is no reason to end."""
+        if self._told_s is None:
+            self._told_s = time.perf_counter()
         if self.heartbeat is not None:
             self.heartbeat.abandon()
+
+    def _note(self, kind: str) -> None:
+        start_s, self._mark_s = self._mark_s, time.perf_counter()
+        self._spans.append(Span(kind, start_s, self._mark_s, None))
+
+    def spans(self) -> list[Span]:
+        """What the way into this epoch consisted of, to now; begins anew."""
+        self._note(PREPARES)
+        found = list(self._spans)
+        self._spans.clear()
+        return found
 
     def keep(
         self, version: int, state: Any, steps: list[HdpSteps], norm: float | None = None
@@ -279,8 +304,13 @@ class Recovery:
         vote: dict[str, Any] = {"step": -1, "norm": None, "versions": self.shards.leave()}
         if self.version is not None:
             vote |= {"step": self.version, "norm": self.norm()}
+        assert self._told_s is not None
+        self._mark_s = self._told_s
         self.membership.leave(vote)
+        self._told_s = None  # until the next epoch nobody is told of an end
+        self._note(LEAVES)
         following, votes = self.membership.settled(epoch)
+        self._note(AGREES)
         if self.shards.is_spread:
             self._go_back(epoch, following, votes)
         else:
@@ -289,6 +319,7 @@ class Recovery:
             self._kept[self.version].before.put_back(self._chunks)
         self._loop.drop()
         self._world.leave()
+        self._note(LETS_GO)
         return following
 
     def _go_back(self, epoch: Epoch, following: Epoch, votes: dict[int, dict[str, Any]]) -> None:
