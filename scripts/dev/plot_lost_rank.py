@@ -76,9 +76,16 @@ def draw_moment(axes: Axes, trace: Trace, epoch: Event, scale: tuple[float, floa
         row = row_of[bar["pid"]]
         axes.barh(row, (end - start) / 1e6, thin, (start - first) / 1e6, color=colour)
     for step in trace.steps:
+        name = step["name"]
+        again = any(
+            one["args"]["lost"] and name == f"step {one['args']['behind_step'] + 1}"
+            for one in trace.moments
+        )
         middle = (max(step["ts"], first) + min(step["ts"] + step["dur"], last)) / 2
         if first < middle < last and step["ts"] < last and step["ts"] + step["dur"] > first:
-            axes.text((middle - first) / 1e6, -0.75, step["name"], ha="center", fontsize=9)
+            axes.text(
+                (middle - first) / 1e6, -0.75, name + " again" * again, ha="center", fontsize=9
+            )
         for edge in (step["ts"], step["ts"] + step["dur"]):
             if first <= edge <= last:
                 axes.axvline((edge - first) / 1e6, color="black", linewidth=0.6, linestyle=":")

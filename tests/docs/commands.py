@@ -188,6 +188,9 @@ COMMANDS = {
         "tests/megatron/lm/test_training.py::test_a_patched_checkout_is_the_same_run",
         needs=f"{IN_A_CHECKOUT} slow",
     ),
+    "python scripts/dev/plot_lost_rank.py traces/steps-2-60.json lost-rank.png": Elsewhere(
+        "tests/training/test_lost_rank.py::test_lost_ranks_are_replaced", needs="slow"
+    ),
     "python scripts/dev/plot_trace.py traces/steps-5-7.json step-5.png 5": Elsewhere(
         "tests/scripts/dev/test_plots.py::test_a_traced_step_is_drawn_and_another_is_refused"
     ),

@@ -59,7 +59,8 @@ def require_whole(trace, stayed, steps):
     assert len(numbers) == len(set(numbers)), numbers
     for member in stayed:
         applied = trace.lane(member, "optimizer step")
-        assert len(applied) == steps, f"member {member}: {len(applied)} steps of {steps}"
+        # one that began behind the end of an epoch has applied nothing
+        assert steps <= len(applied) <= steps + len(trace.epochs()), (member, applied)
         way = trace.lane(member, "recovery")
         assert [one["name"] for one in way] == WAY * len(trace.epochs())
         for i, one in enumerate(way):

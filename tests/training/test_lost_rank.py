@@ -17,10 +17,12 @@ from megatron_hdp.launching.coordinator import replicas_of
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.step import HdpSteps
+from megatron_hdp.megatron.world.recovery import ENTERS, PREPARES
 from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.support.epochs import DiesIn, IsCutOffIn, SurvivingJob
 from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
+from tests.support.scripts import SCRIPTS
 from tests.training.epoch_traces import read_trace, require_whole
 from tests.training.runs import LENGTHS, curve, flags, lines_of, run
 
@@ -106,8 +108,9 @@ def test_a_rank_dies(run_ranks, tmp_path, moment, victim):
     assert lost["name"] == "lost" and "SIGKILL" in lost["args"]["why"]
     (epoch,) = trace.epochs()
     assert epoch["args"]["lost"] == [victim] and epoch["args"]["joined"] == []
-    is_redone = moment in ("in the step", "before the vote")  # behind it, others commit
-    assert epoch["args"]["behind_step"] == (2 if is_redone else 3)
+    behind = {"in the step": (2,), "before the vote": (2,)}.get(moment, (3,))
+    behind = (2, 3) if "commit" in moment else behind  # others have applied it, or have heard first
+    assert epoch["args"]["behind_step"] in behind
     for member in (victim, *left):
         run = [one for one in trace.lane(member, "compute") if one["ts"] < epoch["ts"]]
         assert run, f"nothing of member {member} before the loss"
@@ -162,12 +165,32 @@ def test_lost_ranks_are_replaced(run_ranks, tmp_path, how):
                 killed.append(victim)
                 job.kill(victim)
 
-    job = SurvivingJob(surviving(tmp_path, **steps, **changes), num_ranks, tmp_path, replaces=True)
+    traced = {"hdp_trace": tmp_path / "trace", "hdp_trace_steps": "2-40"}
+    arguments = surviving(tmp_path, **steps, **traced, **changes)
+    job = SurvivingJob(arguments, num_ranks, tmp_path, replaces=True)
     require_survived(job, job.run(disturb))
     assert len(killed) >= 2
+    require_traced_joins(job, tmp_path / "trace" / "steps-2-40.json", num_ranks)
     assert any(f"{together} HDP ranks join" in line for line in job.said)
     alone = changes | {"hdp_online": False}
     require_same_steps(job, reference(run_ranks, tmp_path, together, **steps, **alone))
+
+
+def require_traced_joins(job, path, num_ranks):
+    trace = read_trace(path)
+    epochs = [one["args"] for one in trace.epochs()]
+    joined = {member for one in epochs for member in one["joined"]}
+    lost = {member for one in epochs for member in one["lost"]}
+    # one that died when the others were behind the traced steps is not among them
+    assert joined and lost <= {one.member for one in job.died} and len(lost) >= 2
+    for member in joined:
+        names = [one["name"] for one in trace.lane(member, "recovery")]
+        assert names[:2] == [ENTERS, PREPARES] and trace.lane(member, "compute")
+    require_whole(trace, set(range(num_ranks)) - lost, steps=39)
+    picture = path.with_name("lost-rank.png")
+    script = [SCRIPTS / "dev" / "plot_lost_rank.py", path, picture]
+    subprocess.run([sys.executable, *script], check=True, timeout=120)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def computes_slowly(member):
