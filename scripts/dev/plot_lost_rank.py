@@ -1,4 +1,4 @@
-"""Draws how a job lost a rank and went on, of a trace (``--hdp-survive --hdp-trace``).
+"""Draws how a job lost a rank and continued, of a trace (``--hdp-survive --hdp-trace``).
 
 The first loss, and the next time that others joined, each from half a step before to a step behind.
 
