@@ -2,8 +2,8 @@
 
 A process of the trace is a member of the job: its rank may be another one in each epoch. Beside the
 steps the file has what was done of a step that was left, the way of each member into the next epoch
-and, for each one that was lost, the time from when others heard of it to when they continued. What a
-lost member did in the step that was left is lost with it.
+and, for each one that was lost, the time from when others heard of it to when they continued. What
+a lost member did in the step that was left is lost with it.
 
 Whoever is the first rank writes the file, with what it holds already.
 """
