@@ -29,6 +29,7 @@ GROWING = {  # functions that hold something of every rank; see docs/benchmarks.
     "megatron/step/loading.py join_data_plane": 2,  # with a data plane, at the start: host, folder
     "megatron/step/non_finite.py gather_words": 1,  # once something is NaN
     "megatron/step/setup.py _require_one_attention": 1,  # once they differ
+    "megatron/step/setup.py _speeds_of_gpus": 1,  # at an epoch's start, with --hdp-rank-speeds
     "profile/measuring.py host_bytes_per_s": 1,  # a profile: some numbers
     "profile/measuring.py on_any_rank": 1,  # likewise
     "profile/measuring.py seconds": 1,  # likewise
