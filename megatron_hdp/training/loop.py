@@ -241,7 +241,7 @@ def is_done(job: TrainingJob, progress: Progress) -> bool:
 
 
 def save_if_due(job: TrainingJob, progress: Progress, stop: signal.Signals | None) -> None:
-    """Saves behind steps that are due, and behind the last one."""
+    """Saves behind steps that are due, behind the last one, and what is owed."""
     arguments, iteration = job.arguments, progress.iteration
     if stop is not None:
         place = "without --save, nothing is saved" if arguments.save is None else "saving first"
@@ -250,6 +250,6 @@ def save_if_due(job: TrainingJob, progress: Progress, stop: signal.Signals | Non
     due = arguments.save_interval and iteration % arguments.save_interval == 0
     with job.timeline.span(CHECKPOINT):
         job.checkpoints.poll()
-        if last or due:
+        if last or due or job.checkpoints.is_owed:
             make_parameters_whole(job.chunks)
             job.checkpoints.save(progress)

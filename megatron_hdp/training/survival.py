@@ -160,6 +160,8 @@ class _Run:
         ):
             ending.callback(job.close)
             stop, is_over = self._end_step(job, outputs) if is_pending else self._agreed()
+            if job.checkpoints.is_owed:
+                save_if_due(job, self._progress, stop)
             while not is_done(job, self._progress) and stop is None:
                 if is_over:
                     self._shards.settle()
@@ -304,6 +306,7 @@ class _Run:
             self._counts = self.recovery.counts()
         if self._job is None:
             return
+        self._job.checkpoints.leave()
         for name in ("training", "validation"):
             steps = vars(self._job).pop(name, None)
             if steps is not None:
@@ -333,6 +336,7 @@ class _Run:
         assert job is not None and progress is not None
         job.checkpoints.enter(progress)
         job.checkpoints.save(progress)
+        job.checkpoints.finish()
         job.checkpoints.close()
         raise RankFailure(f"{epoch.why}: the job ends after iteration {progress.iteration}")
 
@@ -346,7 +350,6 @@ def _require_known(arguments: TrainingArguments) -> None:
     if parallel.compute_device().type == "cuda":
         nccl.prepare()
     found = {
-        "--async-save": arguments.async_save,
         "--hdp-loaders ray": loaders_spec(arguments).backend == "ray",
     }
     for name, is_there in found.items():

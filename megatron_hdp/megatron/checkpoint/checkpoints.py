@@ -34,6 +34,7 @@ from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.megatron.releases import own_checkpoint_writer
 from megatron_hdp.processes import bound_to_this_process
+from megatron_hdp.runtime.gathering import largest
 
 _POLL_S = 0.05
 
@@ -42,6 +43,9 @@ class Checkpoints:
     """Loads and saves the checkpoints of one run; every rank must make the same calls.
 
     `arguments` say where to load from and save to, `state` is saved, `say` prints one line.
+
+    Attributes:
+        is_owed: whether a save was given up that no later one has made good; on all ranks alike.
     """
 
     def __init__(
@@ -52,9 +56,9 @@ class Checkpoints:
         self._say = say
         self._folder = None if arguments.save is None else RunFolder(arguments.save, say)
         self._latest = 0  # iteration that was saved or loaded last
-        # Megatron's own writer for a save forks this process, which suits the CPU alone.
-        forks = compute_device().type == "cpu"
-        self._queue = AsyncCallsQueue() if forks else SavesInNewProcesses()
+        self._under_way = 0  # iteration that is being saved asynchronously
+        self._queue = _new_queue()
+        self.is_owed = False
 
     def load(self) -> Progress:
         """Takes the folder to save into, then restores the checkpoint that arguments name, if any.
@@ -78,8 +82,19 @@ class Checkpoints:
             on_first_rank(partial(folder.take_along, source))
         return progress
 
+    def leave(self) -> None:
+        """Leaves an epoch of the job: ends this rank's writer, if there is one.
+
+        Communicates nothing. What the others of its save still write nobody looks at.
+        """
+        for call in self._queue.async_calls:
+            if (writer := call.async_caller.process) is not None:
+                writer.kill()  # and so what it has started, which is bound to it
+                writer.join()
+        self._queue = _new_queue()  # saves are counted anew, as those who join count them
+
     def enter(self, progress: Progress) -> None:
-        """Continues in another epoch of the job; what was being saved is saved again when due.
+        """Continues in another epoch of the job; what was being saved is owed.
 
         The first rank takes the folder over from the one before, which may be dead.
 
@@ -96,6 +111,8 @@ class Checkpoints:
             return folder.latest()
 
         self._latest = on_first_rank(take_over)
+        (given_up,) = largest([self._under_way], compute_device())
+        self.is_owed = given_up > self._latest
 
     def save(self, progress: Progress) -> None:
         """Saves, unless this very state is saved already; asynchronously with ``--async-save``.
@@ -117,9 +134,11 @@ class Checkpoints:
             request = self._request(progress, written)
             request.add_finalize_fn(partial(self._publish, folder, written, iteration))
             self._latest = iteration
+            self.is_owed = False
             # a writer waits until its rank has heard of its end; if that was killed, for ever
             with bound_to_this_process():
                 if self._arguments.async_save:
+                    self._under_way = iteration
                     self._queue.schedule_async_request(request)
                 else:
                     request.execute_sync()
@@ -221,6 +240,7 @@ class Checkpoints:
             take = partial(checksums.take_part, written, dist.get_rank())
             on_every_rank(take, partial(checksums.merge, written))
         on_first_rank(partial(folder.publish, written, iteration))
+        self._under_way = 0
         self._say(f"saved checkpoint of iteration {iteration} to {folder.path}")
 
     @contextmanager
@@ -254,3 +274,8 @@ class Checkpoints:
         free = shutil.disk_usage(self._folder.path).free
         reason = " ".join(failures[0].split()) if failures else "a writer failed"
         return f"{reason} ({free:,} bytes were free)"
+
+
+def _new_queue() -> AsyncCallsQueue:
+    # Megatron's own writer for a save forks this process, which suits the CPU alone.
+    return AsyncCallsQueue() if compute_device().type == "cpu" else SavesInNewProcesses()
