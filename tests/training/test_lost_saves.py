@@ -1,0 +1,81 @@
+"""A rank is lost beside an asynchronous save: the folder stays whole, and the save is made again."""
+
+import time
+
+import pytest
+
+from megatron_hdp.megatron.checkpoint import checksums
+from megatron_hdp.megatron.checkpoint.folder import TRACKER
+from megatron_hdp.megatron.checkpoint.verification import verify
+from tests.support.epochs import DiesIn, SurvivingJob
+from tests.support.gradients import write_corpus
+from tests.training.runs import LENGTHS, curve, lines_of, run
+from tests.training.test_lost_rank import (
+    EXACT,
+    SLOW,
+    WHOLE,
+    reference,
+    require_same_steps,
+    require_survived,
+    surviving,
+)
+
+
+def writes_slowly(member):
+    """Its writer of a checkpoint takes a while."""
+    original = checksums.write_and_sum
+
+    def slowed(*args, **kwargs):
+        time.sleep(3.0)
+        return original(*args, **kwargs)
+
+    checksums.write_and_sum = slowed
+
+
+CHECKPOINTS = "megatron_hdp.megatron.checkpoint.checkpoints"
+SAVING = {
+    "before": DiesIn("save_if_due", 2),
+    "under way": DiesIn("gradients_of_step", 4),
+    "as it becomes visible": DiesIn("Checkpoints._publish", 1, module=CHECKPOINTS),
+    "behind it": DiesIn("Checkpoints._publish", 1, behind=True, module=CHECKPOINTS),
+    "at the end": DiesIn("Checkpoints.finish", 1, module=CHECKPOINTS),
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim"),
+    [
+        pytest.param(one, victim, marks=() if (one, victim) == ("under way", 0) else SLOW)
+        for one in SAVING
+        for victim in (0, 2)
+    ],
+)
+def test_a_save_under_way_is_made_again(run_ranks, tmp_path, moment, victim):
+    """The first save under way is of step 3, or of the last one."""
+    saved, published = tmp_path / "saved", []
+    steps = 6 if moment == "at the end" else 3
+    changes = {"save": saved, "save_interval": steps, "async_save": True}
+    faults = {1: writes_slowly, victim: SAVING[moment]}
+
+    def disturb(job):
+        found = (one.name for one in saved.glob("iter_???????"))
+        published.extend(one for one in found if one not in published)
+
+    job = SurvivingJob(surviving(tmp_path, **changes), 3, tmp_path, faults)
+    require_survived(job, job.run(disturb))
+    expected = reference(run_ranks, tmp_path, train_iters=8)
+    require_same_steps(job, expected[:6])
+    if moment == "under way":  # of step 3, in step 4
+        assert "iter_0000003" in published
+    left = [one.name for one in saved.iterdir() if one.name.startswith("iter_")]
+    assert sorted(left) == sorted(set(published) | {"iter_0000006"})
+    assert (saved / TRACKER).read_text() == "6"
+    for one in left:
+        assert not verify(saved / one, int(one[5:])).faults
+    more = {"load": saved, "train_iters": 8, "metrics_path": tmp_path / "continued.jsonl"}
+    run_ranks(1, curve, run(write_corpus(tmp_path, LENGTHS), **(WHOLE | more)))
+    continued = lines_of(tmp_path / "continued.jsonl")
+    assert [one["step"] for one in continued] == [7, 8]
+    for found, whole in zip(continued, expected[6:], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert abs(found[name] / whole[name] - 1) < EXACT
