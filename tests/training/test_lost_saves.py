@@ -1,4 +1,4 @@
-"""A rank is lost beside an asynchronous save: the folder stays whole, and the save is made again."""
+"""A rank is lost beside an asynchronous save: the folder stays whole, the save is made again."""
 
 import time
 
