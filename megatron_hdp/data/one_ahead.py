@@ -24,6 +24,11 @@ class OneAhead(Generic[Key, Item]):
         """Start preparing the item of ``key``."""
         self._expected = (key, self._thread.submit(self._prepare, key))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether what is expected has been prepared, or has failed."""
+        return self._expected is not None and self._expected[1].done()
+
     def get(self, key: Key) -> Item:
         """Return the item of ``key``, prepared before or now; raise what preparing it raised."""
         expected, self._expected = self._expected, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -39,7 +38,7 @@ class RayLoaders:
         self._socket = socket
         self._setup = setup
         self._reader = reader
-        self._lock = threading.Lock()
+        self._is_interrupted = False
         self._client: NodeClient | None = None
         self._segments: SegmentFolder | None = None
         self._ahead = OneAhead(self._ask, Position.key)
@@ -54,6 +53,11 @@ class RayLoaders:
     def expect(self, position: Position) -> None:
         """Ask for the step that begins at a position, in the background."""
         self._ahead.expect(position)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the step that is expected is there, or cannot come."""
+        return self._ahead.is_ready
 
     def get(self, position: Position) -> RankStep:
         """Return the step that begins at a position.
@@ -86,10 +90,15 @@ class RayLoaders:
         """Never needed: one planner answers all ranks alike."""
         raise RuntimeError(f"the planner's answers differ between ranks: {failure}")
 
-    def close(self) -> None:
-        """Hang up, and end the thread that asks."""
+    def interrupt(self) -> None:
+        """From any thread: who waits for a step here gets `DataPlaneLost`, now and later."""
+        self._is_interrupted = True
         if self._client is not None:
             self._client.close()
+
+    def close(self) -> None:
+        """Hang up, and end the thread that asks."""
+        self.interrupt()
         self._ahead.close()
         if self._segments is not None:
             self._segments.close()
@@ -111,17 +120,17 @@ class RayLoaders:
 
     def _connected(self) -> tuple[NodeClient, float]:
         timeout_s = self._setup.loaders.timeout_s * self._setup.making_waits + _SPARE_S
-        if self._client is None:
+        if self._client is None or self._segments is None:
             hello = {
                 "request": "hello",
                 "setup": to_plain(self._setup),
                 "reader": to_plain(self._reader),
             }
             self._client = NodeClient(
-                self._socket,
-                timeout_s,
-                hello=hello,
-                why_lost=partial(why_lost, self._socket.parent),
+                self._socket, hello=hello, why_lost=partial(why_lost, self._socket.parent)
             )
+            if self._is_interrupted:  # by who has not seen it
+                self._client.close()
+            self._client.open(timeout_s)
             self._segments = SegmentFolder(Path(self._client.greeting["segments"]))
         return self._client, timeout_s

@@ -20,10 +20,11 @@ from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.optimizer import build_optimizer
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import (
+    DataPlane,
     HdpSteps,
     StepReport,
     build_executor,
-    loaders_spec,
+    join_data_plane,
     speeds_at,
 )
 from megatron_hdp.megatron.world import EpochEnds, Recovery
@@ -71,10 +72,12 @@ def pretrain(arguments: TrainingArguments, membership: Membership) -> list[StepM
         NonFiniteError: the loss or a gradient is NaN or infinite.
         RankFailure: too few ranks are left.
     """
-    _require_known(arguments)
+    if parallel.compute_device().type == "cuda":
+        nccl.prepare()
     with StopSignals() as signals, closing(membership):
         run = _Run(arguments, membership, signals)
-        return run.recovery.through_epochs(run.begin(), run.take_part)
+        with closing(run):
+            return run.recovery.through_epochs(run.begin(), run.take_part)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class _Run:
         self._executor: HdpExecutor | None = None
         self._job: TrainingJob | None = None
         self._tracer: EpochsTracer | None = None
+        self._plane: DataPlane | None = None
         self._report: StepReport | None = None
         self._started = 0.0
         self._latest: StepDone | None = None
@@ -191,11 +195,15 @@ class _Run:
             require_same_arguments(arguments)
             self._executor = build_executor(arguments, model.chunks, self._timeline)
         assert self._executor is not None
-        training, validation = hdp_steps(arguments, model.tokenizer, self._executor, self._corpora)
+        self._plane = join_data_plane(arguments, is_late=epoch.number > 0)
+        training, validation = hdp_steps(
+            arguments, model.tokenizer, self._executor, self._corpora, self._plane
+        )
         if self._job is None:
             self._job = job_of(arguments, self._timeline, model, (training, validation))
         job = self._job
         job.training, job.validation = training, validation
+        recovery.membership.require_ongoing()  # else who ended it has not seen these
         steps = [training, *([validation] if validation is not None else [])]
         places = recovery.moved(epoch, training)
         if epoch.number == 0:
@@ -299,6 +307,18 @@ class _Run:
         """Returns to an older step, which all have written."""
         self._progress, self._latest, self._is_written = state.progress, state.done, True
 
+    def interrupt(self) -> None:
+        """Lets who waits for a data plane raise."""
+        for name in ("training", "validation"):
+            steps = getattr(self._job, name, None)
+            if steps is not None:
+                steps.loaders.interrupt()
+
+    def close(self) -> None:
+        """Ends this rank's part of the data plane."""
+        if self._plane is not None:
+            self._plane.close()
+
     def drop(self) -> None:
         """Ends what prepares steps, and lets go of all that is bound to the epoch's groups."""
         self._executor = None
@@ -311,6 +331,9 @@ class _Run:
             steps = vars(self._job).pop(name, None)
             if steps is not None:
                 steps.close()
+        if self._plane is not None:
+            self._plane.end()
+            self._plane = None
 
     def word(self) -> bool:
         """Whether this rank has written the latest step."""
@@ -339,22 +362,3 @@ class _Run:
         job.checkpoints.finish()
         job.checkpoints.close()
         raise RankFailure(f"{epoch.why}: the job ends after iteration {progress.iteration}")
-
-
-def _require_known(arguments: TrainingArguments) -> None:
-    """Refuses what does not survive, and sets what ranks on GPUs need to.
-
-    Raises:
-        ValueError: there is something.
-    """
-    if parallel.compute_device().type == "cuda":
-        nccl.prepare()
-    found = {
-        "--hdp-loaders ray": loaders_spec(arguments).backend == "ray",
-    }
-    for name, is_there in found.items():
-        if is_there:
-            raise ValueError(
-                f"--hdp-survive: found {name}, expected none, because what it begins is bound to "
-                "the ranks that were there: leave it out"
-            )

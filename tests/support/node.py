@@ -41,7 +41,8 @@ class Echo:
 
 @contextmanager
 def client_of(path, timeout_s=5.0, **kwargs):
-    client = NodeClient(path, timeout_s, **kwargs)
+    client = NodeClient(path, **kwargs)
+    client.open(timeout_s)
     try:
         yield client
     finally:

@@ -18,7 +18,8 @@ _TIMEOUT_S = 60.0
 
 def live(rank: int, path: Path, folder: SegmentFolder) -> None:
     """What a rank does until it ends."""
-    client = NodeClient(path, _TIMEOUT_S, hello={"request": "hello", "rank": rank})
+    client = NodeClient(path, hello={"request": "hello", "rank": rank})
+    client.open(_TIMEOUT_S)
     answer = client.call({"request": "get", "rank": rank}, _TIMEOUT_S)
     mapped = folder.attach(answer["segment"])
     assert mapped[:8] == rank.to_bytes(8, "little"), (rank, mapped[:8])

@@ -15,8 +15,6 @@ import torch
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.launching.coordinator import replicas_of
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.execution import HdpExecutor
-from megatron_hdp.megatron.step import HdpSteps
 from megatron_hdp.megatron.world.recovery import ENTERS, PREPARES
 from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
@@ -50,18 +48,12 @@ def require_same_steps(job, expected, within=EXACT):
                 assert abs(one[name] / other[name] - 1) < within, (one["step"], name)
 
 
-@pytest.mark.parametrize(
-    ("changes", "device", "words"),
-    [
-        ({"hdp_loaders": "ray"}, "cpu", "--hdp-loaders ray"),
-        ({}, "cuda", "found TORCH_NCCL_ASYNC_ERROR_HANDLING=1, expected 0"),
-    ],
-)
-def test_what_does_not_survive_is_refused(changes, device, words):
-    arguments = tiny_arguments(None, hdp_survive=True, **changes)
+def test_what_does_not_survive_is_refused():
+    words = "found TORCH_NCCL_ASYNC_ERROR_HANDLING=1, expected 0"
+    arguments = tiny_arguments(None, hdp_survive=True)
     with (
         mock.patch.dict(os.environ, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
-        mock.patch.object(parallel, "compute_device", lambda: torch.device(device)),
+        mock.patch.object(parallel, "compute_device", lambda: torch.device("cuda")),
         pytest.raises(ValueError, match=words),
     ):
         survival.pretrain(arguments, mock.sentinel.membership)
@@ -190,58 +182,6 @@ def require_traced_joins(job, path, num_ranks):
     script = [SCRIPTS / "dev" / "plot_lost_rank.py", path, picture]
     subprocess.run([sys.executable, *script], check=True, timeout=120)
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def computes_slowly(member):
-    """Each of its micro-batches takes 0.1 s longer."""
-    original = HdpExecutor._forward_step
-
-    def slowed(self, *args):
-        found = original(self, *args)
-        time.sleep(0.1)
-        return found
-
-    HdpExecutor._forward_step = slowed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_straggler_leaves_when_a_spare_is_there(run_ranks, tmp_path, sharded):
-    steps = {"train_iters": 40, "lr_decay_iters": 40, "global_batch_size": 8}
-    changes = {**steps, **(SHARDED if sharded else {})}
-    slow = {"hdp_online": True, "hdp_survive_least_speed": 0.5}
-    arguments = surviving(tmp_path, **changes, **slow)
-    job = SurvivingJob(arguments, 3, tmp_path, {1: computes_slowly}, spares=1)
-    require_survived(job, job.run())
-    assert job.coordinator.epoch.members == (0, 2, 3), job.said
-    assert job.coordinator.retired == {1} and "member 1 leaves, which has 0." in job.said[-1]
-    expected = reference(run_ranks, tmp_path, **changes)
-    require_same_steps(job, expected, within=1e-11)  # what is rounded otherwise grows with steps
-
-
-def tells_known_speeds(member):
-    """Each time that steps are made anew."""
-    original = HdpSteps.__init__
-
-    def telling(self, arguments, executor, cost_model, *args, **kwargs):
-        print("speeds", cost_model.rank_speeds)
-        original(self, arguments, executor, cost_model, *args, **kwargs)
-
-    HdpSteps.__init__ = telling
-
-
-@pytest.mark.slow
-def test_known_speeds_stay_those_of_their_gpus(run_ranks, tmp_path):
-    path = tmp_path / "speeds"
-    path.write_text("0.9\n0.7\n0.5\n")
-    arguments = surviving(tmp_path, hdp_rank_speeds=path)
-    faults = {0: BEFORE_THE_VOTE, 1: tells_known_speeds}
-    job = SurvivingJob(arguments, 3, tmp_path, faults, spares=1)
-    require_survived(job, job.run())
-    require_same_steps(job, reference(run_ranks, tmp_path))
-    printed = job.printed()["member-1"].splitlines()
-    told = [line for line in printed if line.startswith("speeds")]
-    assert (told[0], told[-1]) == ("speeds (0.9, 0.7, 0.5)", "speeds (0.7, 0.5, 1.0)")
 
 
 @pytest.mark.slow

@@ -80,6 +80,9 @@ class Loaders(Protocol):
     def statically(self, step: RankStep, failure: str) -> RankStep:
         """Return a step under the static plan: planning it failed on another rank."""
 
+    def interrupt(self) -> None:
+        """From any thread: who waits here for another process raises."""
+
     def close(self) -> None:
         """End what prepares steps that will not run."""
 
@@ -114,6 +117,9 @@ class LocalLoaders:
     def statically(self, step: RankStep, failure: str) -> RankStep:
         """Return a step under the static plan, read anew."""
         return self._read(self._planner.statically(step.totals.before, failure))
+
+    def interrupt(self) -> None:
+        """Nothing: nobody waits here for another process."""
 
     def close(self) -> None:
         """Wait for what is being prepared and end the thread."""

@@ -34,22 +34,16 @@ class NodeClient:
     def __init__(
         self,
         path: Path,
-        timeout_s: float,
         *,
         hello: Message | None = None,
         why_lost: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Connect; wait until the server listens.
+        """Set whom to ask; `open` connects.
 
         Args:
             path: of the server's socket.
-            timeout_s: within which it must listen, and answer the hello.
             hello: the first request of every connection, the one after a restart too.
             why_lost: says why a server that does not listen will never come back; None: it may.
-
-        Raises:
-            DataPlaneLost: it did not listen or answer in time.
-            ValueError: it refuses the hello.
         """
         self.path = path
         self._hello = hello
@@ -59,6 +53,17 @@ class NodeClient:
         self._is_closed = False
         self.greeting: Message = {}
         """The server's answer to the latest hello."""
+
+    def open(self, timeout_s: float) -> None:
+        """Connect; wait until the server listens.
+
+        Args:
+            timeout_s: within which it must listen, and answer the hello.
+
+        Raises:
+            DataPlaneLost: it did not listen or answer in time.
+            ValueError: it refuses the hello.
+        """
         begun = time.monotonic()
         self._connect("the first connection", begun, begun + timeout_s)
 

@@ -34,7 +34,6 @@ from megatron_hdp.megatron.options import (
     sequences_of,
 )
 from megatron_hdp.megatron.parallel import compute_device
-from megatron_hdp.megatron.step import loaders_spec
 from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
 from megatron_hdp.runtime.epochs import keys, nccl
 
@@ -345,11 +344,6 @@ def _check_interleaved_schedule(args: argparse.Namespace) -> None:
 def check_derived(args: argparse.Namespace) -> None:
     """Checks what Megatron has derived in a run under HDP, by the standalone trainer's rules."""
     arguments = training_arguments(args)
-    if arguments.hdp_survive and loaders_spec(arguments).backend == "ray":
-        raise OptionError(
-            "--hdp-survive: found --hdp-loaders ray, expected ranks that load by themselves: leave "
-            "it out"
-        )
     growth_of(arguments)
     check_layout(arguments)
     check_windows(arguments)

@@ -121,6 +121,7 @@ class LmRun:
         self._executor: HdpExecutor | None = None
         self._cost_model: CostModel | None = None
         self._plane = join_data_plane(self.arguments)
+        self._is_interrupted = False
         self._steps: dict[str, HdpSteps] = {}
         self._corpora: dict[str, Corpus] = {}
         self._positions: dict[str, dict[int, Position]] = {}
@@ -232,10 +233,19 @@ class LmRun:
         """The training steps; the first call of an epoch builds them, on every rank."""
         return self._of_split("train", chunks)
 
+    def interrupt(self) -> None:
+        """From any thread: who waits for a data plane raises, until ranks `enter` again."""
+        self._is_interrupted = True
+        for steps in list(self._steps.values()):
+            steps.loaders.interrupt()
+
     def leave(self) -> None:
         """Lets go of all that is bound to groups, and of positions; `enter` takes the next ones."""
         for steps in self._steps.values():
             steps.close()
+        if self._plane is not None:
+            self._plane.end()
+            self._plane = None
         self._steps, self._positions = {}, {}
         self._validated.clear()
         self._executor = self._cost_model = self._router_losses = self.done = None
@@ -246,14 +256,17 @@ class LmRun:
     def enter(self, executor: HdpExecutor) -> None:
         """Takes the executor of an epoch, before Megatron's loop sets what it wants of a model."""
         self._use(executor)
+        self._plane = join_data_plane(self.arguments, is_late=True)
+        self._is_interrupted = False
         # Megatron's loop wants to set it itself
         self._no_sync, executor._config.no_sync_func = executor._config.no_sync_func, None
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run, and closes what was written."""
+        plane, self._plane = self._plane, None
         self.leave()
-        if self._plane is not None:
-            self._plane.close()
+        if plane is not None:
+            plane.close()
 
     def _begin_step(self, steps: HdpSteps, chunks: list[Any]) -> None:
         step = self.args.curr_iteration + 1
@@ -349,6 +362,8 @@ class LmRun:
                 split=split,
                 plane=self._plane,
             )
+            if self._is_interrupted:  # by who has not seen it
+                self._steps[split].loaders.interrupt()
             self._steps[split].follow(self.order)
             for line in self._steps[split].describe(f"in split {split}"):
                 say(line)

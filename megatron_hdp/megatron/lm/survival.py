@@ -246,6 +246,11 @@ class LmSurvival:
     def go_back(self, state: Any) -> None:
         """Returns to an older step: all that was counted lies in what is kept of each step."""
 
+    def interrupt(self) -> None:
+        """Lets who waits for a data plane raise."""
+        if self._run is not None:
+            self._run.interrupt()
+
     def drop(self) -> None:
         """Lets go of all that is bound to the epoch's groups."""
         if self.recovery.version is not None and self._offered:

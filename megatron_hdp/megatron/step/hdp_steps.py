@@ -52,7 +52,7 @@ from megatron_hdp.megatron.step.preparation import (
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.runtime.gathering import largest, share_arrays
-from megatron_hdp.runtime.health import RankFailure, fingerprint, meet, require_agreement
+from megatron_hdp.runtime.health import DataFailure, fingerprint, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
 
 
@@ -119,11 +119,10 @@ class HdpSteps:
         self._further = FurtherLosses(depths, arguments.mtp_loss_scaling_factor, self.place)
         reader = reader_of(self.place, vocab_size, self._broadcast_at, depths)
         self._has_plane = plane is not None
-        self._loaders: Loaders = (
-            LocalLoaders(self.planner, reader)
-            if plane is None
-            else plane.loaders(arguments, split, corpus, settings, reader)
-        )
+        self.loaders: Loaders
+        self.loaders = local = LocalLoaders(self.planner, reader)
+        if plane is not None:
+            self.loaders = plane.loaders(arguments, split, corpus, settings, reader, local)
         self._left_out = LeftOutOfSteps(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
         self._learning = None
@@ -169,7 +168,7 @@ class HdpSteps:
             mine[name] = replace(one, version=began.version, key=began.key)
         self.order = replace(self.order, sources=mine)
         self.planner.follow(mine)
-        self._loaders.follow(mine)
+        self.loaders.follow(mine)
 
     def run(self, position: Position, forward_only: bool = False) -> StepReport:
         """Runs the step that begins at a position; leaves gradients in the DDP buffers.
@@ -183,15 +182,15 @@ class HdpSteps:
         position = _for_plans(known)
         started = time.perf_counter()
         try:
-            step = self._loaders.get(position)
+            step = self.loaders.get(position)
         except DataPlaneLost as error:
-            raise RankFailure(str(error)) from error
+            raise DataFailure(str(error)) from error
         data_wait_s = time.perf_counter() - started
         step = self.latest = self._agree(step, known)
         self._long_steps.check(step.totals.makespan_s, "is planned to take")
         with self._agreement():
             amounts = self._left_out.of(step)
-        self._loaders.expect(step.totals.after.knowing(position))
+        self.loaders.expect(step.totals.after.knowing(position))
         with self._agreement():
             weights = self._further.weights(step, amounts.loss_tokens)
         self._share_tokens(step)
@@ -256,7 +255,7 @@ class HdpSteps:
 
     def close(self) -> None:
         """Ends the preparation of steps that will not run."""
-        self._loaders.close()
+        self.loaders.close()
 
     def _agree(self, step: RankStep, known: Position) -> RankStep:
         """The step as every rank will run it: under the static plan if one of them failed to plan.
@@ -269,7 +268,7 @@ class HdpSteps:
         if failed:
             if failure is None:
                 failure = "another rank's planner failed"
-                step = self._loaders.statically(step, failure)
+                step = self.loaders.statically(step, failure)
             self._note_planner_failure(failure)
         self._failed_before = bool(failed)
         facts = {
@@ -364,8 +363,8 @@ class HdpSteps:
                     "makespan_s": outcome.until_sync_s,
                     "minus_least_busy_s": -outcome.busy_s,
                     "data_wait_s": data_wait_s,
-                    "loaders": self._loaders.num_loaders or 0,
-                    "minus_steps_ahead": -(self._loaders.steps_ahead or 0),
+                    "loaders": self.loaders.num_loaders or 0,
+                    "minus_steps_ahead": -(self.loaders.steps_ahead or 0),
                     "host_bytes": outcome.host_bytes,
                     "positions": step.share.num_slots,
                 },

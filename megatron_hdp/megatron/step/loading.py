@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +24,9 @@ from megatron_hdp.data.mixture import (
     specs_of_flags,
 )
 from megatron_hdp.data.spec import GO_ON_WITHOUT, LoadersSpec
-from megatron_hdp.data.steps import PlanSettings, Reader
+from megatron_hdp.data.steps import Loaders, LocalLoaders, PlanSettings, Reader
 from megatron_hdp.data_plane.loaders import RayLoaders
+from megatron_hdp.data_plane.meanwhile import LocalUntilPlane
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import SOCKET, PlanePlace, node_of_plane
 from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
@@ -100,6 +102,8 @@ class DataPlane:
     folder: Path
     spec: LoadersSpec
     ending: ExitStack
+    is_late: bool
+    """Whether steps are wanted before it can have started."""
 
     def loaders(
         self,
@@ -108,8 +112,9 @@ class DataPlane:
         corpus: Corpus,
         settings: PlanSettings,
         reader: Reader,
-    ) -> RayLoaders:
-        """What gives this rank its steps over a split."""
+        local: LocalLoaders,
+    ) -> Loaders:
+        """What gives this rank its steps over a split; `local` does while a late plane starts."""
         setup = SplitSetup(
             split=split,
             spec=replace(corpus.spec, sources=tuple(one.spec for one in corpus.sources)),
@@ -121,11 +126,18 @@ class DataPlane:
             orders=corpus.orders(),
             loaders=self.spec,
         )
-        return RayLoaders(self.folder / SOCKET, setup, reader)
+        loaders = RayLoaders(self.folder / SOCKET, setup, reader)
+        if not self.is_late or any(source.may_fail for source in setup.spec.sources):
+            return loaders  # of such a source a rank cannot know whether it hangs
+        return LocalUntilPlane(local, loaders)
 
     def close(self) -> None:
         """Ends the node's part, if this rank holds it."""
         self.ending.close()
+
+    def end(self) -> None:
+        """The same beside what follows; Python waits for it before the process ends."""
+        threading.Thread(target=self.close, name="end-of-data-plane").start()
 
 
 def loaders_spec(arguments: TrainingArguments) -> LoadersSpec:
@@ -156,10 +168,11 @@ def _require_no_policy(spec: MixtureSpec) -> None:
         )
 
 
-def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
+def join_data_plane(arguments: TrainingArguments, *, is_late: bool = False) -> DataPlane | None:
     """The data plane that the arguments ask for, begun; None where ranks load for themselves.
 
-    Every rank of the job must call this. It does not wait until the data plane answers.
+    Every rank of the job must call this. It does not wait until the data plane answers. Where it
+    `is_late`, ranks load for themselves until it does.
 
     Raises:
         ValueError: Ray is not installed.
@@ -173,8 +186,9 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     nodes = gathered(here)
     order = list(dict.fromkeys(nodes))  # by their first ranks
     host = _LOOPBACK
-    if len(order) > 1:
-        host = socket.gethostbyname(os.environ.get("MASTER_ADDR", nodes[0][0]))
+    if len(order) > 1:  # the first rank is on another node than the first when that one is lost
+        name = os.environ.get("MASTER_ADDR") if nodes[0][1] == "0" else None
+        host = socket.gethostbyname(name or nodes[0][0])
     place = from_first_rank(PlanePlace.make(host, len(order)) if rank == 0 else None)
     assert place is not None
     ending, folder = ExitStack(), None
@@ -188,7 +202,7 @@ def join_data_plane(arguments: TrainingArguments) -> DataPlane | None:
     nodes_of_job = "this node" if len(order) == 1 else f"{len(order)} nodes"
     joined = " in the Ray cluster of RAY_ADDRESS" if place.address is None else ""
     say(f"data plane: {place.name} on {nodes_of_job}{joined}, its log is {mine}/log")
-    return DataPlane(Path(mine), spec, ending)
+    return DataPlane(Path(mine), spec, ending, is_late)
 
 
 def _require_ray() -> None:

@@ -29,7 +29,7 @@ from megatron_hdp.megatron.world.world import World
 from megatron_hdp.overrides import Overrides
 from megatron_hdp.runtime.epochs import Epoch, Membership, Terms, keys, nccl
 from megatron_hdp.runtime.gathering import gathered
-from megatron_hdp.runtime.health import Heartbeat, RankFailure
+from megatron_hdp.runtime.health import DataFailure, Heartbeat, RankFailure
 from megatron_hdp.runtime.timeline import Span, Timeline
 
 _NOTICE_S = 20.0
@@ -55,6 +55,9 @@ class Loop(Protocol):
 
     def go_back(self, state: Any) -> None:
         """Returns to what it has kept behind an older step."""
+
+    def interrupt(self) -> None:
+        """Called in another thread: who waits for a data plane raises, now and until `drop`."""
 
     def drop(self) -> None:
         """Lets go of all that is bound to the epoch's groups."""
@@ -165,7 +168,7 @@ class Recovery:
 
     def enter(self, epoch: Epoch) -> HdpExecutor | None:
         """Makes the groups of an epoch; behind the first one all that is bound to them, too."""
-        store = self.membership.enter(epoch, self.calm)
+        store = self.membership.enter(epoch, self._give_way)
         rank = epoch.members.index(self.membership.member)
         place = parallel.JobPlace(store, rank, len(epoch.members))
         if epoch.number == 0:
@@ -183,6 +186,10 @@ class Recovery:
             self._told_s = time.perf_counter()
         if self.heartbeat is not None:
             self.heartbeat.abandon()
+
+    def _give_way(self) -> None:
+        self.calm()
+        self._loop.interrupt()
 
     def _note(self, kind: str) -> None:
         start_s, self._mark_s = self._mark_s, time.perf_counter()
@@ -250,9 +257,9 @@ class Recovery:
                     return take_part(epoch)
             except EpochEnds:
                 pass
-            except RankFailure:
-                raise
             except Exception as error:
+                if isinstance(error, RankFailure) and not isinstance(error, DataFailure):
+                    raise
                 # perhaps communication failed because the epoch is over; what broken waits have
                 # left on a GPU may lead to any error, but only once it is
                 notice_s = _NOTICE_S + keys.node_timeout_s()

@@ -243,8 +243,8 @@ class Membership:
             if word == keys.JOIN:
                 self.leaves_next = True
                 return
-            self._before_breaking()
             self.is_over.set()
+            self._before_breaking()
 
     def _break(self, epoch: Epoch) -> None:
         """Again and again until it is left: the main thread may only begin to connect."""

@@ -13,6 +13,7 @@ from megatron_hdp.runtime.health.agreement import (
 from megatron_hdp.runtime.health.attempt import store_of_attempt, tell_torchrun
 from megatron_hdp.runtime.health.calls import CallsHeartbeat
 from megatron_hdp.runtime.health.heartbeat import (
+    DataFailure,
     Heartbeat,
     RankFailure,
     is_communication_error,
@@ -21,6 +22,7 @@ from megatron_hdp.runtime.health.signals import StopSignals
 
 __all__ = [
     "CallsHeartbeat",
+    "DataFailure",
     "DisagreementError",
     "Heartbeat",
     "RankFailure",

@@ -43,6 +43,10 @@ class RankFailure(RuntimeError):
     """Another rank keeps the job from going on; the message says which one and why."""
 
 
+class DataFailure(RankFailure):
+    """No data come any more: perhaps the rank is lost that holds their plane."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What was found, and since when it holds."""

@@ -50,7 +50,7 @@ def test_errors_travel_by_kind(server, path):
             client.call({"request": "get", "text": "x" * MAX_MESSAGE_BYTES}, 5.0)
         assert client.call({"request": "get"}, 5.0)["answer"] == {"request": "get"}
     with pytest.raises(ValueError, match="no such rank"):
-        NodeClient(path, 5.0, hello={"request": "mistake", "text": "no such rank"})
+        NodeClient(path, hello={"request": "mistake", "text": "no such rank"}).open(5.0)
 
 
 def test_a_client_waits_for_the_socket(path, echo):
@@ -66,7 +66,7 @@ def test_a_client_waits_for_the_socket(path, echo):
 def test_a_client_says_what_it_waited_for(path):
     def told(why, **hello):
         with pytest.raises(DataPlaneLost, match=rf"node.sock: .* the first connection .*{why}"):
-            NodeClient(path, 0.3, **hello)
+            NodeClient(path, **hello).open(0.3)
 
     told("no answer within .*there is no such socket")
     with socket.socket(socket.AF_UNIX) as dead:
@@ -145,7 +145,8 @@ def test_a_server_that_stays_away_is_given_up(path, echo):
 
 
 def test_a_closed_client_ends_a_request_that_waits(server, echo, path):
-    client = NodeClient(path, 5.0)
+    client = NodeClient(path)
+    client.open(5.0)
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(client.call, {"request": "wait"}, 30.0)
         until(lambda: echo.asked)
@@ -176,6 +177,6 @@ def test_a_client_of_a_server_that_talks_nonsense_gives_up(path, fault):
 def test_a_remedy_that_is_known_is_the_only_one(path):
     why = "found no cluster, expected one: start it"
     with pytest.raises(DataPlaneLost, match=f"answer within .* s: {why}$"):
-        NodeClient(path, 60.0, why_lost=lambda: why)
+        NodeClient(path, why_lost=lambda: why).open(60.0)
     with pytest.raises(DataPlaneLost, match=r"\(it has ended\), expected .* start the job"):
-        NodeClient(path, 60.0, why_lost=lambda: "it has ended")
+        NodeClient(path, why_lost=lambda: "it has ended").open(60.0)

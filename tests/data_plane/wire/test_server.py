@@ -65,7 +65,7 @@ def test_a_peer_of_another_user_is_refused(server, echo, path, monkeypatch, capl
     assert f"found user {os.geteuid() + 1} (process {os.getpid()}) at the other" in caplog.text
     assert server.clients == [] == echo.asked
     with pytest.raises(DataPlaneLost, match="found user .*, expected user"):
-        NodeClient(path, 0.3)
+        NodeClient(path).open(0.3)
     monkeypatch.setattr(protocol_module, "peer_of", found)
     with client_of(path) as client:
         assert client.call({"request": "get"}, 5.0)

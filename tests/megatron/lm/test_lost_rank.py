@@ -129,6 +129,7 @@ LAYOUTS = {  # flags, tokens of a rank, flags and ranks of the run that loses no
     "experts": (EXPERTS, "100", EXPERTS, 1, 1),
     "across": ([*EXPERTS, *ACROSS], "160", [*EXPERTS, *ACROSS], 2, 2),
     "mtp": (MTP, "100", MTP, 1, 1),
+    "data plane": (["--hdp-loaders", "ray"], "100", [], 1, 1),
 }
 """The last: how many HDP ranks leave and join together."""
 

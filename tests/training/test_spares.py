@@ -1,0 +1,83 @@
+"""A spare takes the place of a lost rank or a straggler; what a rank has beside it is its own."""
+
+import time
+
+import pytest
+
+from megatron_hdp.megatron.execution import HdpExecutor
+from megatron_hdp.megatron.step import HdpSteps
+from tests.support.epochs import SurvivingJob
+from tests.training.test_lost_rank import (
+    BEFORE_THE_VOTE,
+    MOMENTS,
+    SHARDED,
+    reference,
+    require_same_steps,
+    require_survived,
+    surviving,
+)
+
+
+def computes_slowly(member):
+    """Each of its micro-batches takes 0.1 s longer."""
+    original = HdpExecutor._forward_step
+
+    def slowed(self, *args):
+        found = original(self, *args)
+        time.sleep(0.1)
+        return found
+
+    HdpExecutor._forward_step = slowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_straggler_leaves_when_a_spare_is_there(run_ranks, tmp_path, sharded):
+    steps = {"train_iters": 40, "lr_decay_iters": 40, "global_batch_size": 8}
+    changes = {**steps, **(SHARDED if sharded else {})}
+    slow = {"hdp_online": True, "hdp_survive_least_speed": 0.5}
+    arguments = surviving(tmp_path, **changes, **slow)
+    job = SurvivingJob(arguments, 3, tmp_path, {1: computes_slowly}, spares=1)
+    require_survived(job, job.run())
+    assert job.coordinator.epoch.members == (0, 2, 3), job.said
+    assert job.coordinator.retired == {1} and "member 1 leaves, which has 0." in job.said[-1]
+    expected = reference(run_ranks, tmp_path, **changes)
+    require_same_steps(job, expected, within=1e-11)  # what is rounded otherwise grows with steps
+
+
+def tells_known_speeds(member):
+    """Each time that steps are made anew."""
+    original = HdpSteps.__init__
+
+    def telling(self, arguments, executor, cost_model, *args, **kwargs):
+        print("speeds", cost_model.rank_speeds)
+        original(self, arguments, executor, cost_model, *args, **kwargs)
+
+    HdpSteps.__init__ = telling
+
+
+@pytest.mark.slow
+def test_known_speeds_stay_those_of_their_gpus(run_ranks, tmp_path):
+    path = tmp_path / "speeds"
+    path.write_text("0.9\n0.7\n0.5\n")
+    arguments = surviving(tmp_path, hdp_rank_speeds=path)
+    faults = {0: BEFORE_THE_VOTE, 1: tells_known_speeds}
+    job = SurvivingJob(arguments, 3, tmp_path, faults, spares=1)
+    require_survived(job, job.run())
+    require_same_steps(job, reference(run_ranks, tmp_path))
+    printed = job.printed()["member-1"].splitlines()
+    told = [line for line in printed if line.startswith("speeds")]
+    assert (told[0], told[-1]) == ("speeds (0.9, 0.7, 0.5)", "speeds (0.7, 0.5, 1.0)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("moment", ["in the step", "behind the commit"])
+def test_a_rank_dies_beside_a_data_plane(run_ranks, tmp_path, moment, victim):
+    """The first one holds it: the others lose the one that they ask."""
+    pytest.importorskip("ray", reason="pip install 'megatron-hdp[ray]'")
+    arguments = surviving(tmp_path, hdp_loaders="ray")
+    job = SurvivingJob(arguments, 3, tmp_path, {victim: MOMENTS[moment]}, spares=1)
+    require_survived(job, job.run())
+    assert victim not in job.coordinator.epoch.members
+    require_same_steps(job, reference(run_ranks, tmp_path))
