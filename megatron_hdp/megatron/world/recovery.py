@@ -8,6 +8,7 @@ shard is left.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -149,6 +150,7 @@ class Recovery:
 
     def join(self) -> Epoch | None:
         """Makes the group in which the model is built; None: of those that join together."""
+        gc.freeze()  # no group is there yet: nothing of this can hold one, see `World.leave`
         together = self.membership.joins_with
         if not together:
             epoch = self.membership.first()
