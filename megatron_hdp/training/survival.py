@@ -164,7 +164,8 @@ class _Run:
         ):
             ending.callback(job.close)
             stop, is_over = self._end_step(job, outputs) if is_pending else self._agreed()
-            if job.checkpoints.is_owed:
+            is_asked = stop is not None and epoch.number > 0  # nothing is to be saved before
+            if not is_pending and (is_asked or job.checkpoints.is_owed):
                 save_if_due(job, self._progress, stop)
             while not is_done(job, self._progress) and stop is None:
                 if is_over:

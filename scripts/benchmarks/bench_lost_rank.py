@@ -2,7 +2,9 @@
 
 Each job trains the same small model on this machine for as long, from its first step on. Every so
 many seconds a rank, drawn by the seed, gets SIGKILL. One that nobody kills says how many steps
-there could be; shares are of these. Restarts are torchrun's, from a checkpoint every few steps.
+there could be; shares are of these. Behind each kill it is measured how long it takes until another
+step has ended: in place the one that ran, again, with its forward and backward. Restarts are
+torchrun's, from a checkpoint every few steps.
 Run: ``python scripts/benchmarks/bench_lost_rank.py``; gloo ranks on CPUs.
 """
 
@@ -23,12 +25,13 @@ from megatron_hdp.data import TokenWriter
 
 VOCABULARY = 257
 LONGEST, DOCUMENTS = 1500, 4000
+_TAIL_BYTES = 1 << 16
 FLAGS = (
     *("--hybrid-data-parallel", "--config", "configs/tiny-cpu.yaml", "--seq-length", "2048"),
     *("--hdp-tokens-per-rank", "1024", "--hdp-global-batch-tokens", "8192"),
     *("--train-iters", "1000000", "--use-distributed-optimizer", "--log-interval", "100"),
 )
-_LOOK_S = 0.05
+_LOOK_S = 0.01
 
 
 def corpus(folder: Path) -> str:
@@ -57,16 +60,19 @@ def command(kind: str, options: argparse.Namespace, folder: Path, prefix: str) -
 
 
 def done(folder: Path) -> int:
-    """The highest step that the metrics tell of."""
+    """The latest step that the metrics tell of."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    steps = 0
-    for line in lines:
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
         try:
-            steps = max(steps, json.loads(line)["step"])
-        except json.JSONDecodeError:  # half of a line is written
+            return int(json.loads(line)["step"])
+        except ValueError:  # half of a line is written
             continue
-    return steps
+    return 0
 
 
 def ranks_of(job: psutil.Process) -> list[psutil.Process]:
@@ -81,8 +87,10 @@ def ranks_of(job: psutil.Process) -> list[psutil.Process]:
     return found
 
 
-def run(kind: str, kill_each_s: float | None, options: argparse.Namespace) -> tuple[int, int]:
-    """Steps in the time, and kills."""
+def run(
+    kind: str, kill_each_s: float | None, options: argparse.Namespace
+) -> tuple[int, int, list[float]]:
+    """Steps in the time, kills, and seconds from each kill until another step had ended."""
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -96,16 +104,24 @@ def run(kind: str, kill_each_s: float | None, options: argparse.Namespace) -> tu
                     raise RuntimeError(f"{kind}: {(folder / 'log').read_text()[-3000:]}")
                 time.sleep(_LOOK_S)
             first, began = done(folder), time.monotonic()
+            most, killed_at, waits = first, None, []
             while (now_s := time.monotonic() - began) < options.seconds:
                 if process.poll() is not None:
                     raise RuntimeError(f"{kind}: {(folder / 'log').read_text()[-3000:]}")
+                step = done(folder)
+                if killed_at is not None and step > most:
+                    waits.append(time.monotonic() - killed_at)
+                    killed_at = None
+                most = max(most, step)
                 if kill_each_s is not None and now_s >= (kills + 1) * kill_each_s:
                     victims = sorted(ranks_of(job), key=lambda one: one.pid)
                     if victims:
+                        most = max(most, done(folder))
+                        killed_at = time.monotonic()
                         draw.choice(victims).kill()
                     kills += 1
                 time.sleep(_LOOK_S)
-            return done(folder) - first, kills
+            return max(most, done(folder)) - first, kills, waits
         finally:
             end(process, job)
 
@@ -131,15 +147,20 @@ def main() -> None:
     parser.add_argument("--save-interval", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    print("| a kill each | kills | steps in place | steps with restarts |\n|---|---|---|---|")
+    print(
+        "| a kill each | kills | steps in place | steps with restarts | seconds until a step has "
+        "ended, median (worst): in place | with restarts |\n|---|---|---|---|---|---|"
+    )
     whole = {kind: run(kind, None, options)[0] for kind in ("in place", "restarts")}
-    print(f"| never | 0 | {whole['in place']} | {whole['restarts']} |", flush=True)
+    print(f"| never | 0 | {whole['in place']} | {whole['restarts']} | | |", flush=True)
     for kill_each_s in options.kill_each:
-        cells = []
+        cells, times = [], []
         for kind in ("in place", "restarts"):
-            steps, kills = run(kind, kill_each_s, options)
+            steps, kills, waits = run(kind, kill_each_s, options)
             cells.append(f"{steps} ({steps / whole[kind]:.0%})")
-        print(f"| {kill_each_s:g} s | {kills} | {cells[0]} | {cells[1]} |", flush=True)
+            times.append(f"{np.median(waits):.2f} ({max(waits):.2f})" if waits else "never")
+        row = " | ".join([f"{kill_each_s:g} s", str(kills), *cells, *times])
+        print(f"| {row} |", flush=True)
 
 
 if __name__ == "__main__":

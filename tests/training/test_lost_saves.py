@@ -1,5 +1,7 @@
 """A rank is lost beside an asynchronous save: the folder stays whole, the save is made again."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -79,3 +81,25 @@ def test_a_save_under_way_is_made_again(run_ranks, tmp_path, moment, victim):
     for found, whole in zip(continued, expected[6:], strict=True):
         for name in ("loss", "grad_norm"):
             assert abs(found[name] / whole[name] - 1) < EXACT
+
+
+class IsAskedToEndIn(DiesIn):
+    """The process gets SIGTERM there."""
+
+    def happen(self):
+        """Sends it."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_who_is_asked_to_end_while_groups_are_made_anew_saves(tmp_path):
+    """The latest step was written before: nothing else is left to be done."""
+    saved = tmp_path / "saved"
+    faults = {
+        0: DiesIn("save_if_due", 3, behind=True),
+        1: IsAskedToEndIn("enter_job", 2, module="megatron_hdp.megatron.parallel"),
+    }
+    job = SurvivingJob(surviving(tmp_path, save=saved, save_interval=100), 3, tmp_path, faults)
+    require_survived(job, job.run())
+    assert [one["step"] for one in job.steps()] == [1, 2, 3]
+    assert (saved / TRACKER).read_text() == "3"

@@ -16,5 +16,7 @@ def test_a_small_run():
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
     assert [row[:2] for row in rows] == [["never", "0"], ["6 s", "1"]]
-    whole, killed = ([int(cell.split()[0]) for cell in row[2:]] for row in rows)
+    whole, killed = ([int(cell.split()[0]) for cell in row[2:4]] for row in rows)
     assert min(whole) > 0 and 0 < killed[0] <= whole[0] and killed[1] <= whole[1]
+    in_place, with_restarts = (float(cell.split()[0]) for cell in rows[1][4:])
+    assert 0 < in_place < with_restarts
