@@ -27,6 +27,9 @@ SHOWN_BY = {
     ),
     "a rank dies": (f"{SURVIVAL}test_a_rank_that_fails_is_named_and_all_end",),
     "a rank dies, with [`--hdp-survive`](lost-rank.md)": (f"{LOST}test_a_rank_dies",),
+    "the same beside an asynchronous save (`--async-save`)": (
+        "tests/training/test_lost_saves.py::test_a_save_under_way_is_made_again",
+    ),
     "a node is lost, with `--hdp-survive`": (f"{LOST_NODE}test_a_host_is_lost_and_comes_back",),
     "a node stood still, or was cut off, meanwhile": (
         f"{LOST_NODE}test_a_host_that_stood_still_writes_nothing",

@@ -253,22 +253,25 @@ class Recovery:
             NotNamedError: the job continues without this rank.
             RankFailure: too few ranks, or not all parts of the optimizer, are left.
         """
-        while True:
-            try:
-                with nccl.hearing(self.membership.require_ongoing):
-                    return take_part(epoch)
-            except EpochEnds:
-                pass
-            except Exception as error:
-                if isinstance(error, RankFailure) and not isinstance(error, DataFailure):
-                    raise
-                # perhaps communication failed because the epoch is over; what broken waits have
-                # left on a GPU may lead to any error, but only once it is
-                notice_s = _NOTICE_S + keys.node_timeout_s()
-                may_follow = isinstance(error, RuntimeError)
-                if not self.membership.is_over.wait(notice_s if may_follow else 0.0):
-                    raise
-            epoch = self._leave(epoch)  # behind the block, which holds what the step kept
+        try:
+            while True:
+                try:
+                    with nccl.hearing(self.membership.require_ongoing):
+                        return take_part(epoch)
+                except EpochEnds:
+                    pass
+                except Exception as error:
+                    if isinstance(error, RankFailure) and not isinstance(error, DataFailure):
+                        raise
+                    # perhaps communication failed because the epoch is over; what broken waits have
+                    # left on a GPU may lead to any error, but only once it is
+                    notice_s = _NOTICE_S + keys.node_timeout_s()
+                    may_follow = isinstance(error, RuntimeError)
+                    if not self.membership.is_over.wait(notice_s if may_follow else 0.0):
+                        raise
+                epoch = self._leave(epoch)  # behind the block, which holds what the step kept
+        finally:
+            gc.unfreeze()  # Python frees it when it ends
 
     @contextmanager
     def applying(self) -> Iterator[None]:
