@@ -325,13 +325,12 @@ class _Run:
         self._executor = None
         if self._progress is not None:
             self._counts = self.recovery.counts()
-        if self._job is None:
-            return
-        self._job.checkpoints.leave()
-        for name in ("training", "validation"):
-            steps = vars(self._job).pop(name, None)
-            if steps is not None:
-                steps.close()
+        if self._job is not None:
+            self._job.checkpoints.leave()
+            for name in ("training", "validation"):
+                steps = vars(self._job).pop(name, None)
+                if steps is not None:
+                    steps.close()
         if self._plane is not None:
             self._plane.end()
             self._plane = None

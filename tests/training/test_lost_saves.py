@@ -14,8 +14,8 @@ from tests.support.gradients import write_corpus
 from tests.training.runs import LENGTHS, curve, lines_of, run
 from tests.training.test_lost_rank import (
     EXACT,
-    SLOW,
     WHOLE,
+    each_moment,
     reference,
     require_same_steps,
     require_survived,
@@ -44,14 +44,7 @@ SAVING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("moment", "victim"),
-    [
-        pytest.param(one, victim, marks=() if (one, victim) == ("under way", 0) else SLOW)
-        for one in SAVING
-        for victim in (0, 2)
-    ],
-)
+@each_moment(SAVING, "under way")
 def test_a_save_under_way_is_made_again(run_ranks, tmp_path, moment, victim):
     """The first save under way is of step 3, or of the last one."""
     saved, published = tmp_path / "saved", []

@@ -1,11 +1,15 @@
 """A spare takes the place of a lost rank or a straggler; what a rank has beside it is its own."""
 
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from megatron_hdp.megatron.execution import HdpExecutor
+from megatron_hdp.megatron.lm import run as lm_run
 from megatron_hdp.megatron.step import HdpSteps
+from megatron_hdp.training import survival
 from tests.support.epochs import SurvivingJob
 from tests.training.test_lost_rank import (
     BEFORE_THE_VOTE,
@@ -80,3 +84,27 @@ def test_a_rank_dies_beside_a_data_plane(run_ranks, tmp_path, moment, victim):
     require_survived(job, job.run())
     assert victim not in job.coordinator.epoch.members
     require_same_steps(job, reference(run_ranks, tmp_path))
+
+
+def test_a_data_plane_ends_with_an_epoch_in_which_its_rank_made_no_job():
+    """Of a joiner: another rank has died while it made its own."""
+    plane = mock.Mock()
+    run = survival._Run.__new__(survival._Run)
+    run._progress = run._job = None
+    run._plane = plane
+    run.drop()
+    plane.end.assert_called_once_with()
+    assert run._plane is None
+
+
+def test_an_epoch_that_ends_while_it_is_entered_interrupts_what_is_made_behind(monkeypatch):
+    run = lm_run.LmRun.__new__(lm_run.LmRun)
+    run._steps, run._validated, run._plane, run._outputs = {}, [], None, None
+    run.arguments = None
+    run.leave()
+    monkeypatch.setattr(run, "_use", lambda executor: run.interrupt(), raising=False)
+    monkeypatch.setattr(lm_run, "join_data_plane", lambda arguments, is_late: None)
+    run.enter(SimpleNamespace(_config=SimpleNamespace(no_sync_func=None)))
+    assert run._is_interrupted
+    run.leave()
+    assert not run._is_interrupted

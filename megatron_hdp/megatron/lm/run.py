@@ -234,7 +234,7 @@ class LmRun:
         return self._of_split("train", chunks)
 
     def interrupt(self) -> None:
-        """From any thread: who waits for a data plane raises, until ranks `enter` again."""
+        """From any thread: who waits for a data plane raises, until this rank has left."""
         self._is_interrupted = True
         for steps in list(self._steps.values()):
             steps.loaders.interrupt()
@@ -246,6 +246,7 @@ class LmRun:
         if self._plane is not None:
             self._plane.end()
             self._plane = None
+        self._is_interrupted = False
         self._steps, self._positions = {}, {}
         self._validated.clear()
         self._executor = self._cost_model = self._router_losses = self.done = None
@@ -257,7 +258,6 @@ class LmRun:
         """Takes the executor of an epoch, before Megatron's loop sets what it wants of a model."""
         self._use(executor)
         self._plane = join_data_plane(self.arguments, is_late=True)
-        self._is_interrupted = False
         # Megatron's loop wants to set it itself
         self._no_sync, executor._config.no_sync_func = executor._config.no_sync_func, None
 
