@@ -69,6 +69,8 @@ class RayLoaders:
         try:
             return self._ahead.get(position)
         except (DataPlaneLost, FileNotFoundError) as error:
+            if self._is_interrupted:  # the plane may be well
+                raise DataPlaneLost(str(error)) from error
             raise DataPlaneLost(f"{error}; {self._after(str(error))}") from error
 
     def _after(self, loss: str) -> str:

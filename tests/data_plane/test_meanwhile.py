@@ -1,11 +1,13 @@
 """A rank loads by itself until the data plane of its epoch has answered."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import LocalLoaders, Reader
+from megatron_hdp.data_plane import loaders as loaders_module
 from megatron_hdp.data_plane.cluster.job_folder import LOST
 from megatron_hdp.data_plane.loaders import RayLoaders
 from megatron_hdp.data_plane.meanwhile import LocalUntilPlane
@@ -54,11 +56,14 @@ def test_a_plane_that_never_comes_is_no_silent_way_to_load_locally(both, tmp_pat
         both.get(position)
 
 
-def test_who_waits_for_the_plane_is_let_go(setup, tmp_path):
-    """Before it has connected, too."""
-    loaders = RayLoaders(tmp_path / "node.sock", setup, READER)
+def test_who_waits_for_the_plane_is_let_go(setup, tmp_path, monkeypatch):
+    """Before it has connected, too; the plane is not taken for lost."""
+    short = replace(setup, loaders=replace(setup.loaders, timeout_s=1.0))
+    monkeypatch.setattr(loaders_module, "_SPARE_S", 1.0)
+    loaders = RayLoaders(tmp_path / "node.sock", short, READER)
     threading.Timer(0.2, loaders.interrupt).start()
     for _ in range(2):
         with pytest.raises(DataPlaneLost, match="the client is closed"):
             loaders.get(Position())
+    assert not (tmp_path / LOST).exists()
     loaders.close()

@@ -202,7 +202,7 @@ def test_known_speeds_are_of_gpus_where_ranks_come_and_go(tmp_path, monkeypatch)
     path.write_text("0.5\n0.7\n0.9\n")
     arguments = replace(ARGUMENTS, hdp_rank_speeds=path)
     monkeypatch.setenv("WORLD_SIZE", "12")
-    now = {0: ["2", "3", "8", "9"], 1: ["4", None, "10", "7"]}  # by HDP rank, places of its GPUs
+    now = {0: ["2", "3", "8", "9"], 1: ["4", "7", None, "10"]}  # by HDP rank, places of its GPUs
     told = []
     monkeypatch.setattr(setup, "gathered", lambda mine: told.append(mine) or [*told])
     for hdp_rank, slots in now.items():
@@ -212,5 +212,5 @@ def test_known_speeds_are_of_gpus_where_ranks_come_and_go(tmp_path, monkeypatch)
             if slot is not None:
                 monkeypatch.setenv(keys.PLACE, slot)
             found = setup._speeds_of_gpus(arguments, place)
-    assert [speed for _, speed in told] == [0.7, 0.7, 0.7, 0.7, 0.9, 1.0, 0.9, 0.5]
+    assert [speed for _, speed in told] == [0.7, 0.7, 0.7, 0.7, 0.9, 0.5, 1.0, 0.9]
     assert found == [0.7, 0.5]
