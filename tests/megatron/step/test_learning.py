@@ -22,7 +22,7 @@ from tests.support.ranks import RankError
 from tests.support.sources import WEIGHTS, data_file, mixed_arguments, write_sources
 from tests.training import runs
 
-SECONDS_PER_TOKEN = 2e-4
+SECONDS_PER_TOKEN = 1e-3  # far more than the model takes, on busy cores too
 SLOW_RANK = 1
 VIRTUAL = virtual(2)
 LAYOUTS = {"pipeline": PP2, "virtual": VIRTUAL, "tensor": TP2}
