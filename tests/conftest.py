@@ -1,7 +1,9 @@
 """Fixtures for every test, which tests come first, and what this machine cannot run."""
 
+import os
 import random
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +12,10 @@ import hypothesis
 import pytest
 
 from tests.support import ranks
+
+# otherwise every worker and every command of a test compiles all modules again
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 hypothesis.settings.register_profile(  # no test depends on a time
     "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

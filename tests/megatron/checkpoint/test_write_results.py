@@ -11,6 +11,7 @@ import tempfile
 import pytest
 
 from megatron_hdp.megatron.checkpoint.write_results import ReportFile
+from tests.support.ranks import _server_environment
 
 ITEM = (3, OSError(28, "No space left on device"), b"x" * 300_000)
 
@@ -19,14 +20,15 @@ def put(report):
     report.put(ITEM)
 
 
-@pytest.mark.parametrize(("method", "times"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.parametrize(("method", "times"), [("fork", 2), ("forkserver", 1)])
 def test_a_report_is_taken_once(method, times):
     report = ReportFile()
     for _ in range(times):
         with pytest.raises(queue.Empty):
             report.get_nowait()
         process = multiprocessing.get_context(method).Process(target=put, args=(report,))
-        process.start()
+        with _server_environment():  # spawning would import this file anew
+            process.start()
         process.join(60)
         rank, error, rest = report.get_nowait()
         assert (rank, str(error), rest) == (3, str(ITEM[1]), ITEM[2])
