@@ -76,8 +76,8 @@ def _print(lines: Sequence[str]) -> None:
         print(f"megatron_hdp: {line}", flush=True)
 
 
-def _make_outputs(*of_the_run: Any) -> Any:
-    """What a run writes besides Megatron's logs, made when its first step begins."""
-    from megatron_hdp.training.step_outputs import StepOutputs
+def _make_outputs(arguments: Any) -> Any:
+    """What a run writes besides Megatron's logs."""
+    from megatron_hdp.training.step_outputs import RunOutputs
 
-    return StepOutputs(*of_the_run)
+    return RunOutputs(arguments)

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.options import TrainingArguments, model_shape
 from megatron_hdp.megatron.step import EvaluationLoss, HdpSteps, StepReport
+from megatron_hdp.runtime.epochs import Epoch
 from megatron_hdp.runtime.gpu_memory import runtime_bytes
+from megatron_hdp.runtime.timeline import Span
+from megatron_hdp.training.epochs_trace import EpochsTracer
 from megatron_hdp.training.metrics import MetricsLogger, StepMetrics
 from megatron_hdp.training.step_trace import StepTracer
 from megatron_hdp.training.training_job import Steps
@@ -108,3 +111,36 @@ class StepOutputs:
     def close(self) -> None:
         """No step follows."""
         self._logger.close()
+
+
+class RunOutputs:
+    """Makes the outputs of each epoch of a run, over which its trace continues."""
+
+    def __init__(self, arguments: TrainingArguments) -> None:
+        self._arguments = arguments
+        self._tracer: EpochsTracer | None = None
+
+    def enter(
+        self, epoch: Epoch, member: int, traced: HdpSteps, step: int, recovery: list[Span]
+    ) -> None:
+        """Lets the trace, if there is one, hold how this rank has come into an epoch.
+
+        Every rank of a job whose ranks come and go must call this.
+
+        Args:
+            epoch: the one that begins.
+            member: this process.
+            traced: the epoch's steps.
+            step: the one that all are behind.
+            recovery: this rank's way, the latest end last.
+        """
+        folder, steps = self._arguments.hdp_trace, self._arguments.hdp_trace_steps
+        if folder is None or steps is None:
+            return
+        if self._tracer is None:
+            self._tracer = EpochsTracer(folder, steps, traced, member)
+        self._tracer.enter(epoch, traced, step, recovery)
+
+    def begin(self, steps: Steps, vocab_size: int, first_step: int) -> StepOutputs:
+        """The outputs of an epoch, see `StepOutputs`."""
+        return StepOutputs(self._arguments, steps, vocab_size, first_step, self._tracer)

@@ -31,7 +31,6 @@ from megatron_hdp.megatron.world import EpochEnds, Recovery
 from megatron_hdp.runtime.epochs import Epoch, Membership, nccl
 from megatron_hdp.runtime.health import Heartbeat, RankFailure, StopSignals
 from megatron_hdp.runtime.timeline import CHECKPOINT, START, Timeline
-from megatron_hdp.training.epochs_trace import EpochsTracer
 from megatron_hdp.training.loop import (
     StepDone,
     apply_step,
@@ -44,7 +43,7 @@ from megatron_hdp.training.loop import (
     write_step,
 )
 from megatron_hdp.training.metrics import StepMetrics, log_line
-from megatron_hdp.training.step_outputs import StepOutputs
+from megatron_hdp.training.step_outputs import RunOutputs, StepOutputs
 from megatron_hdp.training.training_job import (
     Model,
     TrainingJob,
@@ -102,7 +101,7 @@ class _Run:
         self._shards = self.recovery.shards
         self._executor: HdpExecutor | None = None
         self._job: TrainingJob | None = None
-        self._tracer: EpochsTracer | None = None
+        self._outputs = RunOutputs(arguments)
         self._plane: DataPlane | None = None
         self._report: StepReport | None = None
         self._started = 0.0
@@ -157,9 +156,7 @@ class _Run:
         is_pending = not self._is_written
         first_step = self._progress.iteration + (0 if is_pending else 1)
         with (
-            closing(
-                StepOutputs(arguments, job.training, job.vocab_size, first_step, self._tracer)
-            ) as outputs,
+            closing(self._outputs.begin(job.training, job.vocab_size, first_step)) as outputs,
             ExitStack() as ending,
         ):
             ending.callback(job.close)
@@ -231,15 +228,9 @@ class _Run:
 
     def _trace(self, epoch: Epoch, job: TrainingJob) -> None:
         """Lets the trace, if there is one, hold how this rank has come into an epoch."""
-        folder, traced = self._arguments.hdp_trace, self._arguments.hdp_trace_steps
-        spans, training = self.recovery.spans(), job.training
-        if folder is None or traced is None:
-            return
-        assert isinstance(training, HdpSteps) and self._progress is not None
-        if self._tracer is None:
-            member = self.recovery.membership.member
-            self._tracer = EpochsTracer(folder, traced, training, member)
-        self._tracer.enter(epoch, training, self._progress.iteration, spans)
+        training, progress, member = job.training, self._progress, self.recovery.membership.member
+        assert isinstance(training, HdpSteps) and progress is not None
+        self._outputs.enter(epoch, member, training, progress.iteration, self.recovery.spans())
 
     def _keep(self, steps: list[HdpSteps]) -> None:
         """Notes the state behind the latest step."""

@@ -134,7 +134,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
 a tuple of those, and why."""
 
 _SURVIVING: dict[str, Any] = {
-    "async_save": False,
     "non_persistent_ckpt_type": None,
     "profile": False,
     "log_straggler": False,
@@ -145,7 +144,6 @@ _SURVIVING: dict[str, Any] = {
     "use_tp_pp_dp_mapping": False,
     "use_nccl_ub": False,
     "use_sharp": False,
-    "hdp_trace": None,
 }
 """The same for ``--hdp-survive``: what these begin is bound to the ranks that were there."""
 
@@ -237,6 +235,12 @@ def _check_survival(args: argparse.Namespace) -> None:
                 f"--hdp-survive: found {flag_of(name)} ({found}), expected none, because what it "
                 "begins is bound to the ranks that were there: leave it out"
             )
+    if getattr(args, "async_save", False) and getattr(args, "async_strategy", "mcore") != "mcore":
+        raise OptionError(
+            f"--hdp-survive: found --async-save with --async-strategy {args.async_strategy}, "
+            "expected mcore, because a writer of NVIDIA's package does not end with its rank: add "
+            "--async-strategy mcore"
+        )
     try:
         keys.address_of_agent()
         if compute_device().type == "cuda":

@@ -210,10 +210,26 @@ def save(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
     if _survival is not None:
         _survival.all_have_logged()
+        if _run.args.async_save:
+            iteration = arguments_of(original, *positional, **named)["iteration"]
+            _survival.saves.begin(iteration)
     from megatron_hdp.megatron.lm import checkpoint
 
     with _job.saving(), checkpoint.saving():
         return original(*positional, **named)
+
+
+@patch("megatron.training.async_utils:init_persistent_async_worker")
+def warm_up_writer(original: Function, *positional: Any, **named: Any) -> None:
+    """With --hdp-survive a persistent writer starts with a save, so that it ends with its rank.
+
+    In 0.16 this starts none, and comes before the arguments are known.
+    """
+    from megatron.training import global_vars
+
+    if positional and _hdp_is_on() and global_vars._GLOBAL_ARGS.hdp_survive:
+        return
+    original(*positional, **named)
 
 
 @patch("megatron.training.async_utils:schedule_async_save", everywhere("async_request"))
@@ -285,7 +301,8 @@ def build_iterators(original: Function, provider: Any) -> Any:
     from megatron_hdp.megatron.lm.run import LmRun
 
     if _run is None:
-        _run = LmRun(args, get_tokenizer().vocab_size, _job, make_outputs)
+        joins = _survival is not None and _survival.joins
+        _run = LmRun(args, get_tokenizer().vocab_size, _job, make_outputs, joins)
     return tuple(_run.data_iterators())
 
 

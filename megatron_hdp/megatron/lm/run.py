@@ -45,7 +45,9 @@ from megatron_hdp.megatron.step import (
     split_specs,
 )
 from megatron_hdp.planner import CostModel
+from megatron_hdp.runtime.epochs import Epoch
 from megatron_hdp.runtime.host_to_device import numbers_to_device
+from megatron_hdp.runtime.timeline import Span
 
 _SPIKY = 10  # the factor of Megatron's pretrain_gpt
 
@@ -74,8 +76,16 @@ class StepOutputs(Protocol):
         """No step follows."""
 
 
-OutputsMaker = Callable[[TrainingArguments, HdpSteps, int, int], StepOutputs]
-"""Of the run's arguments, its training steps, the tokenizer's size and the step that runs next."""
+class RunOutputs(Protocol):
+    """What is written in a run, over all of its epochs."""
+
+    def enter(
+        self, epoch: Epoch, member: int, traced: HdpSteps, step: int, recovery: list[Span]
+    ) -> None:
+        """This rank has come into an epoch, behind a step; every rank must call this."""
+
+    def begin(self, steps: HdpSteps, vocab_size: int, first_step: int) -> StepOutputs:
+        """Of an epoch's training steps, the tokenizer's size and the step that runs next."""
 
 
 class LmRun:
@@ -86,7 +96,8 @@ class LmRun:
         args: argparse.Namespace,
         vocab_size: int,
         job: PretrainJob,
-        make_outputs: OutputsMaker,
+        make_outputs: Callable[[TrainingArguments], RunOutputs],
+        joins: bool = False,
     ) -> None:
         """Opens the data.
 
@@ -94,7 +105,8 @@ class LmRun:
             args: Megatron's, validated.
             vocab_size: entries of Megatron's tokenizer; greater token ids are corrupt.
             job: of this process, begun.
-            make_outputs: makes what is written besides Megatron's logs.
+            make_outputs: makes what is written besides Megatron's logs, of the run's arguments.
+            joins: a job that trains, whose next epoch begins with `enter`.
         """
         self.args = args
         self.arguments = options.training_arguments(args)
@@ -104,7 +116,7 @@ class LmRun:
         checkpoint.remember(self.order, args)
         self.log = LmLog(args)
         self._job = job
-        self._make_outputs = make_outputs
+        self.outputs = make_outputs(self.arguments)
         self._outputs: StepOutputs | None = None
         self._router_losses: RouterLosses | None = None
         self._began_at = 0.0
@@ -120,7 +132,7 @@ class LmRun:
         self._evaluation: EvaluationLoss | None = None
         self._executor: HdpExecutor | None = None
         self._cost_model: CostModel | None = None
-        self._plane = join_data_plane(self.arguments)
+        self._plane = None if joins else join_data_plane(self.arguments)
         self._is_interrupted = False
         self._steps: dict[str, HdpSteps] = {}
         self._corpora: dict[str, Corpus] = {}
@@ -271,7 +283,7 @@ class LmRun:
     def _begin_step(self, steps: HdpSteps, chunks: list[Any]) -> None:
         step = self.args.curr_iteration + 1
         if self._outputs is None:
-            self._outputs = self._make_outputs(self.arguments, steps, self.vocab_size, step)
+            self._outputs = self.outputs.begin(steps, self.vocab_size, step)
             self._router_losses = RouterLosses(chunks)
         assert self._router_losses is not None and self._executor is not None
         if self._no_sync is not None:
@@ -281,7 +293,8 @@ class LmRun:
         self._validated.clear()
         self._job.begin_step(step)
         self._router_losses.begin_step()
-        self._outputs.begin_step(step)
+        if self.done is None:
+            self._outputs.begin_step(step)
         self._began_at = time.perf_counter()
 
     def _names(self, split: str) -> list[str]:

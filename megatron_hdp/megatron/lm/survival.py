@@ -24,6 +24,7 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.lm import checkpoint, options
 from megatron_hdp.megatron.lm.pretrain_job import PretrainJob
 from megatron_hdp.megatron.lm.run import LmRun
+from megatron_hdp.megatron.lm.saves_under_way import SavesUnderWay
 from megatron_hdp.megatron.step import HdpSteps, StepReport, speeds_at
 from megatron_hdp.megatron.world import EpochEnds, Recovery
 from megatron_hdp.overrides import Overrides
@@ -99,6 +100,7 @@ class LmSurvival:
 
     Attributes:
         joins: whether this process has joined a job that trains, so that it loads no checkpoint.
+        saves: those that are asynchronous.
     """
 
     def __init__(self, args: argparse.Namespace, job: PretrainJob) -> None:
@@ -109,6 +111,7 @@ class LmSurvival:
         self.recovery = Recovery(arguments, membership, job.timeline, self)
         self._epoch = self.recovery.join()
         self.joins = self._epoch is None
+        self.saves = SavesUnderWay(args)
         self._run: LmRun | None = None
         self._optimizer_step: Callable[[], _Outcome] | None = None
         self._make_optimizer: Callable[[list[Any]], Any] | None = None
@@ -258,6 +261,7 @@ class LmSurvival:
         if self._run is not None:
             self._run.leave()
         self._job.leave()
+        self.saves.leave()
         for name in _OF_GROUPS:
             self._given["checkpointing_context"].pop(name, None)
         if self._args.num_experts is not None:
@@ -323,6 +327,10 @@ class LmSurvival:
         if leaves:
             recovery.shards.settle()
             raise EpochEnds
+        if self.saves.is_owed:
+            lines = self._lines
+            self._save(step - 1)
+            self._lines = lines
         recovery.shards.begin(recovery.copied)
 
     def _begin_job(self, step: int, steps: HdpSteps) -> None:
@@ -330,6 +338,7 @@ class LmSurvival:
         recovery = self.recovery
         assert self._epoch is not None
         recovery.moved(self._epoch, steps)
+        self._trace(step - 1, steps)
         recovery.keep(step - 1, None, [steps])
         recovery.make_shards(self._epoch)
         recovery.shards.settle()
@@ -373,6 +382,7 @@ class LmSurvival:
         run.enter(executor)
         recovery.share()
         recovery.make_shards(epoch)
+        self.saves.enter()
         self._offered = True
         version = recovery.version
         assert version is not None
@@ -394,9 +404,17 @@ class LmSurvival:
         run.done = None if again is None else again.report
         norm = None if again is None or again.outcome[1] is None else float(again.outcome[1])
         recovery.keep(version, None, [steps], norm)
+        self._trace(version, steps)
         self._passed = step if again is None else version
         if epoch.is_last:
             args.do_valid = 0  # too few for its sequences
+
+    def _trace(self, version: int, steps: HdpSteps) -> None:
+        """Lets the trace, if there is one, hold how this rank has come into the epoch."""
+        run, recovery = self._run, self.recovery
+        assert run is not None and self._epoch is not None
+        member, spans = recovery.membership.member, recovery.spans()
+        run.outputs.enter(self._epoch, member, steps, version, spans)
 
     def _restore(self, step: int) -> None:
         """Puts Megatron's arguments and objects to where a step begins."""
@@ -422,20 +440,27 @@ class LmSurvival:
         interval.set_elapsed(max(before.elapsed_s, interval.elapsed(reset=False)))
         _write_where_last(args)
 
-    def _save_and_end(self, version: int) -> None:
-        """Too few are left for a step."""
+    def _save(self, version: int) -> None:
+        """Saves between two steps, as Megatron's loop does behind one."""
         from megatron.training import training
 
-        assert self._epoch is not None
         given = self._given
+        training.save_checkpoint(
+            version,
+            *(given["model"], given["optimizer"], given["opt_param_scheduler"]),
+            self._operations,
+            given["checkpointing_context"],
+            train_data_iterator=given["train_data_iterator"],
+        )
+
+    def _save_and_end(self, version: int) -> None:
+        """Too few are left for a step."""
+        from megatron.training.async_utils import maybe_finalize_async_save
+
+        assert self._epoch is not None
         if self._args.save:
-            training.save_checkpoint(
-                version,
-                *(given["model"], given["optimizer"], given["opt_param_scheduler"]),
-                self._operations,
-                given["checkpointing_context"],
-                train_data_iterator=given["train_data_iterator"],
-            )
+            self._save(version)
+            maybe_finalize_async_save(blocking=True, terminate=True)
         raise RankFailure(f"{self._epoch.why}: the job ends after iteration {version}")
 
 

@@ -129,6 +129,8 @@ def _be_rank(
             from tests.training.faults import planted
 
             faults.enter_context(planted(run["fault"]))
+        if run.get("saves_beside"):
+            faults.enter_context(_persistent_writer_on_a_cpu())
         if run.get("older"):
             faults.enter_context(_older_release())
         if run.get("emptied"):
@@ -246,6 +248,23 @@ def _sft_on_a_cpu() -> Iterator[None]:
         mock.patch.object(GPTModel, "forward", forward),
     ):
         yield
+
+
+def _persistent_writer_on_a_cpu() -> AbstractContextManager[object]:
+    """Within the block, Megatron's persistent writer of checkpoints, a process, wants no GPU."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    return mock.patch.object(PersistentAsyncCaller, "async_loop", staticmethod(_write_on_a_cpu))
+
+
+def _write_on_a_cpu(*given: Any) -> None:
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    with (
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(torch.cuda, "set_device", lambda device: None),
+    ):
+        PersistentAsyncCaller.async_loop(*given)
 
 
 def _nan_after(consumed: int) -> AbstractContextManager[object]:

@@ -108,6 +108,7 @@ def results_of_steps(arguments):
     config = chunks[0].config
     config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
     done = SimpleNamespace(begin_step=lambda step: None, close=lambda: None)
+    done.begin = lambda *_: done
     job = SimpleNamespace(timeline=Timeline(), begin_step=lambda step: None)
     run = LmRun(as_megatron_has_them(arguments), VOCABULARY, job, lambda *_: done)
     iterators = [run.data_iterators()[0] for _ in chunks]

@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.megatron.checkpoint.folder import TRACKER
 from tests.megatron.lm.runs import (
+    CHECKOUT,
     HDP,
     LENGTHS,
     MARKS,
@@ -28,6 +31,7 @@ from tests.megatron.lm.runs import (
 )
 from tests.megatron.lm.test_models import ACROSS, BALANCED
 from tests.support.gradients import write_corpus
+from tests.training.epoch_traces import read_trace, require_whole
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
@@ -62,7 +66,9 @@ def surviving(folder, name, changes=(), ranks=4, tokens="100", **more):
     (folder / name).mkdir()
     metrics = ["--metrics-path", str(folder / name / "metrics.jsonl")]
     flags = [*HDP, tokens, *metrics, *changes]
-    flags += ["--hdp-survive"] if "survives" in more else []
+    if "survives" in more:
+        trace = ["--hdp-trace", str(folder / name / "trace"), "--hdp-trace-steps", "2-6"]
+        flags += ["--hdp-survive", *trace]
     return planned(folder, name, ranks, flags, steps=STEPS, save=f"{name}/saved", **more)
 
 
@@ -97,6 +103,18 @@ def require_lines_once(folder, name):
         assert f"consumed samples: {8 * step:12d} |" in text
 
 
+def require_traced(folder, name, num_members, goes_back=False):
+    """The trace holds all steps, how members came into epochs, and who was lost and joined."""
+    trace = read_trace(folder / name / "trace" / "steps-2-6.json")
+    epochs = [one["args"] for one in trace.epochs()]
+    lost = {member for one in epochs for member in one["lost"]}
+    joined = {member for one in epochs for member in one["joined"]}
+    require_whole(trace, set(range(num_members)) - lost, STEPS - 1, goes_back)
+    for member in joined:
+        assert trace.lane(member, "recovery") and trace.lane(member, "compute")
+    return lost, joined
+
+
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moments")
@@ -113,6 +131,7 @@ def moments(tmp_path_factory):
 def test_a_rank_dies(moments, name):
     require_same_run(moments, name)
     require_lines_once(moments, name)
+    assert require_traced(moments, name, 4) == ({VICTIMS.get(name, 1)}, set())
     assert "epoch 1: 3 HDP ranks" in (moments / f"log {name}.said").read_text()
 
 
@@ -151,10 +170,52 @@ def layouts(request, tmp_path_factory):
 def test_a_rank_dies_and_another_joins(layouts, name):
     require_same_run(layouts, name, f"{name} alone", within=1e-5, states_within=1e-4)
     require_lines_once(layouts, name)
+    lost, joined = require_traced(layouts, name, 4, "sharded" in name or "stages" in name)
+    assert 3 in lost and joined
     said = (layouts / f"log {name}.said").read_text()
     assert (
         "epoch 1: " in said and "epoch 2: " in said and f"{LAYOUTS[name][4]} HDP ranks join" in said
     )
+
+
+BESIDE = ["--async-save", "--use-persistent-ckpt-worker"]
+if (
+    CHECKOUT
+    and "async_strategy" in Path(CHECKOUT, "megatron/training/checkpointing.py").read_text()
+):
+    BESIDE += ["--async-strategy", "mcore"]
+SAVING = {  # faults by member
+    "under way": {"0": MOMENTS["in the step"]},  # of step 2, in step 3
+    "joins": {"3": MOMENTS["before the vote"]},
+}
+
+
+@pytest.fixture(scope="module")
+def saving(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saving")
+    write_corpus(folder, LENGTHS)
+    plan = [surviving(folder, "one", ranks=1, tokens="256")]
+    for name in wanted(request, SAVING):
+        joins = {"replaces": True, "waits_at": 5} if name == "joins" else {}
+        more = {"survives": SAVING[name], "saves_beside": True, **joins}
+        plan.append(surviving(folder, name, BESIDE, **more))
+    drive(folder, plan)
+    return folder
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_a_save_under_way_is_made_again(saving, name):
+    require_same_run(saving, name, within=1e-5, states_within=1e-4)
+    require_lines_once(saving, name)
+    saved = saving / name / "saved"
+    assert (saved / TRACKER).read_text() == str(STEPS)
+    left = sorted(one for one in saved.iterdir() if one.is_dir())
+    assert [one.name for one in left][-1] == "iter_0000006"
+    assert all((one / ".metadata").is_file() for one in left), left
+    text = log_of(saving, name)
+    assert "scheduled an async checkpoint save" in text
+    if name == "under way":
+        assert "the save of iteration 2 is given up" in text and left[0].name == "iter_0000002"
 
 
 def test_the_command_loses_a_rank(tmp_path):
