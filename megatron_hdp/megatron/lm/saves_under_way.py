@@ -69,6 +69,8 @@ class SavesUnderWay:
         Raises:
             ValueError: the folder cannot be written.
         """
+        if not self._args.async_save:
+            return
         words: Sequence[tuple[list[int], bool]] = gathered((self._begun, self.is_owed))
         begun = sorted({one for its, _ in words for one in its})
         self._begun = []

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -251,13 +252,27 @@ def _sft_on_a_cpu() -> Iterator[None]:
 
 
 def _persistent_writer_on_a_cpu() -> AbstractContextManager[object]:
-    """Within the block, Megatron's persistent writer of checkpoints, a process, wants no GPU."""
+    """Within the block, Megatron's persistent writer of checkpoints, a process, wants no GPU.
+
+    It does not import the script, either, which imports on a GPU only.
+    """
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
-    return mock.patch.object(PersistentAsyncCaller, "async_loop", staticmethod(_write_on_a_cpu))
+    from tests.megatron.lm import driver  # this module by the name that a writer finds it by
+
+    def prepared(name: str) -> dict[str, Any]:
+        return {key: one for key, one in original(name).items() if "init_main" not in key}
+
+    original = spawn.get_preparation_data
+    stack = ExitStack()
+    loop = staticmethod(driver.write_on_a_cpu)
+    stack.enter_context(mock.patch.object(PersistentAsyncCaller, "async_loop", loop))
+    stack.enter_context(mock.patch.object(spawn, "get_preparation_data", prepared))
+    return stack
 
 
-def _write_on_a_cpu(*given: Any) -> None:
+def write_on_a_cpu(*given: Any) -> None:
+    """The loop of that writer."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     with (
