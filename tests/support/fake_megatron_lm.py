@@ -55,7 +55,10 @@ def save_checkpoint(iteration, model): return "saved"
 def load_checkpoint(ddp_model, optimizer): return 3, 4
 def check_checkpoint_args(checkpoint_args): return None
 """,
-    "async_utils.py": "def schedule_async_save(async_request): return async_request",
+    "async_utils.py": """
+def schedule_async_save(async_request): return async_request
+def init_persistent_async_worker(*ranks): return None
+""",
     "yaml_arguments.py": """
 import types
 def load_yaml(yaml_path):
