@@ -152,9 +152,13 @@ def _begin(written: Sequence[Path], environment: dict[str, str]) -> None:
 
 
 def run_python(*arguments, path=(), cwd=ROOT, timeout_s=240, **environment):
-    """A process of this Python that has ended; it finds the folders of `path` and the project."""
+    """A process of this Python that has ended; it finds the folders of `path` and the project.
+
+    It compiles no functions of Megatron's, which it would prepare for when it imports Megatron.
+    """
     folders = [*map(str, path), str(ROOT), os.environ.get("PYTHONPATH", "")]
     found = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONWARNINGS": "ignore"}
+    found |= {"TORCHDYNAMO_DISABLE": "1"}
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
