@@ -36,6 +36,8 @@ With s the tokens of a sequence and D the ranks that share it:
   ring has its D - 1 hops in each pass, which carry the part's keys and those of earlier parts of
   its first sequence, or as much as ``query_ratio`` times the keys of its own tokens: its queries
   and what they find; a part's own attention hides them
+- where these keys are made of latents, every member makes those of all earlier parts again for each
+  part (``projection_b``); where queries travel, a member only its own, the part's and earlier ones
 - a stream in c parts computes its forward twice. With its keys on the device, those made of latents
   are made anew for each part (``projection_b``); else those of each earlier part have a block a
   step, a pass of the ring and a merge of their own, and all but the first ``(1 - r) c`` come from
@@ -195,6 +197,11 @@ class CostModel:
         if type(self.double_rings) is not bool:
             raise ValueError(
                 f"cost model: double_rings is {self.double_rings!r}; expected true or false"
+            )
+        if self.projection_b > self.merge_b:
+            raise ValueError(
+                f"cost model: projection_b is {self.projection_b!r}, a part of merge_b, which is "
+                f"{self.merge_b!r}; expected at most that"
             )
         self._check_window()
         speeds = self.rank_speeds

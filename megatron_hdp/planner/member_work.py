@@ -18,6 +18,7 @@ from megatron_hdp.planner.bounds import (
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import counts_of, owners_of, span_of
+from megatron_hdp.planner.parts import queries_travel, sizes_of_parts
 from megatron_hdp.planner.types import Plan
 
 
@@ -102,7 +103,11 @@ def work_of(
             again = np.where(plan.streams[run] & ~on_host, of_each - earlier, 0.0)
             linear += cost_model.projection_b * tokens * again / parts  # keys made of latents
         fixed = parts * fixed + earlier * degrees * block_s(cost_model, stages)
-        linear += cost_model.merge_b * tokens * earlier / parts
+        projection_b = cost_model.projection_b
+        merge_b = cost_model.merge_b - np.where(plan.is_stream[run], 0.0, projection_b)
+        linear += merge_b * tokens * earlier / parts
+        if projection_b:
+            linear += projection_b * _made_again(plan, run, degrees, cost_model)
     return MemberWork(
         members=members,
         num_members=num_members,
@@ -116,6 +121,26 @@ def work_of(
         home_s=tokens / degrees * cost_model.kv_bytes_per_token * links.home_s_per_byte,
         ring_bytes=(sent + np.where(degrees > 1, cost_model.halo_bytes, 0.0)) * degrees,
     )
+
+
+def _made_again(
+    plan: Plan, run: slice, degrees: Float64Array, cost_model: CostModel
+) -> Float64Array:
+    """Tokens whose keys a member makes of latents in parts, less those of a whole micro-batch.
+
+    Each part has the keys of earlier ones made again, by every member. Where queries travel those
+    that stay are made once; so are its own.
+    """
+    made = np.zeros(len(degrees))
+    in_parts = (plan.parts_of_each[run] > 1) & (degrees > 1) & ~plan.is_stream[run]
+    for i in np.flatnonzero(in_parts).tolist():
+        others = (degrees[i] - 1) / degrees[i]
+        for tokens, earlier, _ in sizes_of_parts(plan, run.start + i):
+            if queries_travel(tokens, earlier, cost_model.query_ratio):
+                made[i] += (tokens + earlier) / degrees[i] - tokens * others
+            else:
+                made[i] += earlier
+    return made
 
 
 def _attention_sums(

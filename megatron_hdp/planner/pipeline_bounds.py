@@ -224,9 +224,17 @@ def pipeline_lower_bound_s(
 
 
 def with_least_traffic(cost_model: CostModel) -> CostModel:
-    """Where less goes around if a part's queries travel than if its keys do, all of it does."""
+    """Where less goes around if a part's queries travel than if its keys do, all of it does.
+
+    Nor does a member make keys of latents then that are not its own.
+    """
     least = min(1.0, cost_model.query_ratio or 1.0)
-    return dataclasses.replace(cost_model, kv_bytes_per_token=least * cost_model.kv_bytes_per_token)
+    return dataclasses.replace(
+        cost_model,
+        kv_bytes_per_token=least * cost_model.kv_bytes_per_token,
+        merge_b=cost_model.merge_b - cost_model.projection_b,
+        projection_b=0.0,
+    )
 
 
 class _Times(NamedTuple):

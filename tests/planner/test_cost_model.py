@@ -70,6 +70,7 @@ NO_TIMES = (math.nan, math.inf, -1.0, None, True)
         ({"window_tokens": 2.0}, "window_tokens is 2.0; expected an integer"),
         ({"window_share": 1.5}, "window_share is 1.5; expected a share of 0 to 1"),
         ({"window_share": 0.75}, "window_share is 0.75 without window_tokens; give both"),
+        ({"projection_b": 2, "merge_b": 1}, "projection_b is 2.0, a part of merge_b, which is 1.0"),
         ({"doubt": 1}, "doubt is 1; expected a text"),
         ({"halo_bytes": -1.0}, "halo_bytes is -1.0; expected a finite number >= 0"),
     ],

@@ -107,6 +107,21 @@ def test_a_ring_in_parts_takes_what_the_formulas_say():
         assert found.ring_bytes == pytest.approx(2 * 3 * sum(sent) / 2)
 
 
+@pytest.mark.parametrize("ratio", [0.0, 2.0, 0.1])
+def test_keys_made_of_latents_are_made_again_for_each_part(ratio):
+    """Where queries travel, on one member alone, once for all of them."""
+    made = random_plan(np.array([60]), ranks=3, tokens_per_rank=20)
+    made = replace(made, num_parts=[4], linear_tokens=4.0)
+    costs = CostModel(a=1.0, b=1.0, kv_bytes_per_token=1e-9, query_ratio=ratio)
+    again = 0.0
+    for tokens, earlier, _ in part_sizes([60], 4, 4.0):
+        queries = 0 < ratio * tokens < tokens + earlier
+        again += (tokens + earlier) / 3 if queries else tokens * 2 / 3 + earlier
+    plain = evaluate(made, costs)
+    found = evaluate(made, replace(costs, merge_b=0.5, projection_b=0.5))
+    assert found.duration_s[0] - plain.duration_s[0] == pytest.approx(0.5 * again)
+
+
 def parts_of(operations, parts, in_order=False):
     """Pass, micro-batch, chunk and part of each: forward in order, backward in reverse."""
     found = []
@@ -332,6 +347,17 @@ def test_with_virtual_stages_a_few_parts_fill_the_ramp():
         found[chunks, parts] = evaluate(made, COSTS, 2, chunks).efficiency
     assert found.pop((8, 4)) > 1.08 * max(found.values()), found
     assert int(np.diff(made.rank_offsets).max()) == 32
+
+
+@pytest.mark.parametrize("ranks, longest, size", [(16, 2**17, 1), (32, 2**18, 4)])
+def test_with_many_chunks_parts_make_no_step_longer(ranks, longest, size):
+    """Sketches have two chunks: what they say of whole plans is too slow; nor know they experts."""
+    for data in ("byted", "github"):
+        lengths = preset_lengths(data, num_tokens=ranks * 98_304, max_length=longest, seed=0)
+        asked = {"ranks": ranks, "tokens_per_rank": 8192, "cost_model": COSTS}
+        asked |= {"pipeline_stages": 4, "virtual_stages": 8, "expert_parallel_size": size}
+        whole, parts = (plan(lengths, **asked, sequence_parts=number) for number in (1, 16))
+        assert parts.summary["makespan_s"] < whole.summary["makespan_s"], data
 
 
 def test_ranks_that_share_experts_run_as_many_parts_as_the_fullest_of_them():

@@ -9,6 +9,8 @@ import math
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.planner.parts import cut_in_parts
+from megatron_hdp.planner.slices import chunk_tokens
 from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.communicator import new_ring_group
 from megatron_hdp.runtime.ring.layout import TokenLayout
@@ -137,3 +139,21 @@ def gloo_comm(timeout=None, ranks_per_node=0):
     """The rings' communicator over all ranks of a test; double with ranks per node."""
     group = new_ring_group([list(range(dist.get_world_size()))], timeout)
     return RingComm(group, ranks_per_node=ranks_per_node)
+
+
+def pieces_of_rank(sharded, local, num_parts, linear_tokens, degree, index):
+    """Of each part: slices and lengths, what continues, and (sequence, rows of it) of each."""
+    parts = []
+    for of_ring, of_rank in zip(
+        cut_in_parts(sharded, num_parts, 2 * degree, linear_tokens),
+        cut_in_parts(local, num_parts, 1, linear_tokens),
+        strict=True,
+    ):
+        slices = tuple(2 * chunk_tokens(stop - first, degree) for _, first, stop in of_ring)
+        lengths = tuple(stop - first for _, first, stop in of_rank)
+        continues = [bool(some) and some[0].first > 0 for some in (of_ring, of_rank)]
+        rows = [(i, first + slice_rows(stop - first, degree, index)) for i, first, stop in of_ring]
+        rows += [(len(sharded) + i, torch.arange(first, stop)) for i, first, stop in of_rank]
+        if rows:
+            parts.append(((slices, lengths, *continues, 0), rows))
+    return parts

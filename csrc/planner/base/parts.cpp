@@ -67,10 +67,13 @@ std::vector<PartSize> part_sizes(const std::vector<double>& lengths, int64_t num
   return sizes;
 }
 
-double traffic_tokens(const PartSize& size, double query_ratio) {
-  const double keys = size.tokens + size.earlier;
+bool queries_travel(const PartSize& size, double query_ratio) {
   const double queries = query_ratio * size.tokens;
-  return queries > 0 && queries < keys ? queries : keys;
+  return queries > 0 && queries < size.tokens + size.earlier;
+}
+
+double traffic_tokens(const PartSize& size, double query_ratio) {
+  return queries_travel(size, query_ratio) ? query_ratio * size.tokens : size.tokens + size.earlier;
 }
 
 double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
@@ -93,9 +96,22 @@ double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num
   double seconds = parts * fixed_s(cost, degree);
   if (num_parts > 1) {
     seconds += (parts - 1) * static_cast<double>(degree) * cost.block_all_layers_s;
-    seconds += cost.merge_b * tokens * (1 - 1 / parts);
+    seconds += (cost.merge_b - cost.projection_b) * tokens * (1 - 1 / parts);
   }
   return seconds;
+}
+
+double made_again_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes) {
+  if (cost.projection_b == 0 || degree == 1 || sizes.size() < 2) return 0;
+  const auto d = static_cast<double>(degree);
+  double made = 0;
+  double tokens = 0;
+  for (const PartSize& size : sizes) {
+    made += queries_travel(size, cost.query_ratio) ? (size.tokens + size.earlier) / d
+                                                   : size.tokens * (d - 1) / d + size.earlier;
+    tokens += size.tokens;
+  }
+  return cost.projection_b * (made - tokens * (d - 1) / d);
 }
 
 double ring_s(const CostModel& cost, int64_t length, int64_t degree,
@@ -107,7 +123,8 @@ double ring_s(const CostModel& cost, int64_t length, int64_t degree,
     return ring_s(cost, length, degree, links, speed) + fixed / speed;
   }
   const auto d = static_cast<double>(degree);
-  return (compute_s(cost, length) / d + merge_s(cost, degree, tokens) + fixed) / speed +
+  const double made = made_again_s(cost, degree, sizes);
+  return (compute_s(cost, length) / d + merge_s(cost, degree, tokens) + fixed + made) / speed +
          exposed_s(cost, degree, sizes, attention_s(cost, length) / d / speed, links);
 }
 
@@ -116,7 +133,8 @@ double recomputed_ring_s(const CostModel& cost, int64_t length, int64_t degree,
   const auto d = static_cast<double>(degree);
   const auto tokens = static_cast<double>(length);
   const double computed = compute_s(cost, length) / d + merge_s(cost, degree, tokens) +
-                          fixed_s(cost, degree, tokens, static_cast<int64_t>(sizes.size()));
+                          fixed_s(cost, degree, tokens, static_cast<int64_t>(sizes.size())) +
+                          made_again_s(cost, degree, sizes);
   const double exposed =
       exposed_s(cost, degree, sizes, attention_s(cost, length) / d / speed, links, 2);
   return kComputedTwice * computed / speed + exposed;

@@ -38,6 +38,10 @@ class PartTimes {
   double more_s_;
 };
 
+// Whether a part's queries go around its ring: they take fewer bytes than its keys and those of
+// earlier parts.
+bool queries_travel(const PartSize& size, double query_ratio);
+
 // Tokens of which keys and values would take as many bytes as go around a ring for a part: its
 // queries, if that is less than its keys and those of earlier parts.
 double traffic_tokens(const PartSize& size, double query_ratio);
@@ -48,8 +52,13 @@ double exposed_s(const CostModel& cost, int64_t degree, const std::vector<PartSi
                  double attention_s, Links links, double num_forwards = 1);
 
 // What a micro-batch in parts takes besides, on a rank of speed 1: fixed_s for each part, and for
-// each but the first a block a step and a merged result for the keys of earlier ones.
+// each but the first a block a step and a merged result for the keys of earlier ones. Keys that are
+// made of latents: `made_again_s`.
 double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num_parts);
+
+// What making keys and values of latents takes a member of a ring more than if its micro-batch ran
+// whole: those of earlier parts for each part; where queries travel, once each and on one member.
+double made_again_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes);
 
 // ring_s and fixed_s, on ranks of this speed, of one sequence that has a ring to itself and runs in
 // parts of these sizes, or whole where there is one.

@@ -228,6 +228,7 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
   const double more = (parts - 1) * (parts - 2) / 2;
   // a block a step, and a merged result, for each earlier part; on the device for all of them, but
   // keys are made of each one's latents
+  fixed += cost.projection_b * s * (1 - 1 / parts);
   fixed += stream.on_host() ? more * (d * cost.block_all_layers_s + cost.merge_b * s / parts)
                             : more * cost.projection_b * s / parts;
   const double computed = (compute_s(cost, length) / d + fixed) / speed;

@@ -271,9 +271,23 @@ class Builder {
 };
 
 Plan of_pipelines(const Problem& problem) {
-  Plan plan = pp_balance(problem);
-  if (problem.expert_ranks > 1) plan.positions = aligned_positions(problem, plan);
-  return plan;
+  if (problem.expert_ranks == 1) return pp_balance(problem);
+  const auto planned = [&](int64_t parts) {
+    Problem known = problem;
+    known.sequence_parts = parts;
+    Plan plan = pp_balance(known);
+    plan.positions = aligned_positions(problem, plan);
+    if (plan.num_parts.empty()) choose_parts(problem, plan);
+    return plan;
+  };
+  Plan whole = planned(1);
+  if (!may_run_in_parts(problem)) return whole;
+  // planned in parts micro-batches need less of their ranks, but ranks wait for their domain
+  Plan in_parts = planned(problem.sequence_parts);
+  const auto makespan_s = [&](const Plan& plan) {
+    return run_together(problem, plan).makespan_s(problem);
+  };
+  return makespan_s(in_parts) < makespan_s(whole) ? std::move(in_parts) : std::move(whole);
 }
 
 }  // namespace

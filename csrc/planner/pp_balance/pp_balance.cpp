@@ -51,6 +51,9 @@ constexpr std::size_t kDraftsAtOnce = 2;
 // by this factor is not worth another plan.
 constexpr double kPromising = 1.003;
 
+// A sketch of fewer chunks than its plan has takes up to so much longer.
+constexpr double kOfFewChunks = 1.3;
+
 // Of what no plan can beat: a plan this fast is not worth more sketches.
 constexpr double kCloseEnough = 1.01;
 
@@ -254,7 +257,10 @@ class Search {
     const std::vector<const Sketched*> chosen = to_draft();
     PipelineDraft best{{}, to_beat_s_};
     for (std::size_t i = 0; i < chosen.size(); i += kDraftsAtOnce) {
-      if (kPromising * chosen[i]->sketch.makespan_s >= best.makespan_s) continue;
+      double limit_s = best.makespan_s;
+      const bool is_first = best.plan.num_micro_batches() == 0;
+      if (is_first && sketched_.model_chunks < problem_.model_chunks) limit_s *= kOfFewChunks;
+      if (kPromising * chosen[i]->sketch.makespan_s >= limit_s) continue;
       std::vector<PipelineDraft> drafts(std::min(kDraftsAtOnce, chosen.size() - i));
       side_by_side(drafts.size(), [&](std::size_t k) { drafts[k] = draft(*chosen[i + k]); });
       for (PipelineDraft& one : drafts) {
@@ -358,8 +364,7 @@ namespace {
 // Adds a plan in parts; returns its makespan, infinite if there is none.
 double add_in_parts(const Batch& batch, std::vector<Plan>& plans) {
   const Problem& problem = batch.problem;
-  const bool has_parts = may_run_in_parts(problem) || problem.streams;
-  if (!has_parts || problem.expert_ranks > 1) return kInfinity;
+  if (!may_run_in_parts(problem) && !problem.streams) return kInfinity;
   PipelineDraft draft = in_parts(batch);
   plans.push_back(std::move(draft.plan));
   return draft.makespan_s;

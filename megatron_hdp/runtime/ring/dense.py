@@ -6,7 +6,8 @@ once more, and their gradient follows one hop behind, so that it ends at its own
 hops: three times ``(D - 1) / D`` of their bytes in all (ByteScale, sections 5.1 and 7).
 
 Of a part whose queries take fewer bytes, keys stay and queries travel: the output found for them
-follows one hop behind, in backward their gradient.
+follows one hop behind, in backward their gradient. Keys and values that must be made of what stays
+are made once for all queries that pass by.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from megatron_hdp.runtime.ring.travelling import (
     merge,
     outputs_of,
     travelling,
+    wide_type,
 )
 
 Keys: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -43,6 +45,9 @@ Keys: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 class Source(Protocol):
     """How keys and values are made of what travels."""
+
+    is_plain: bool
+    """Whether nothing must be made."""
 
     def value_dim(self, keys: Keys) -> int:
         """Size of a value's head."""
@@ -63,6 +68,8 @@ class Source(Protocol):
 
 class PlainKeys:
     """Keys and values themselves."""
+
+    is_plain = True
 
     def value_dim(self, keys: Keys) -> int:
         """See `Source`."""
@@ -87,6 +94,10 @@ class _Met(NamedTuple):
     keys: Keys
     group: Group | None
     """None: of the part itself."""
+    source: Source
+    """Of `keys`."""
+    gradients: Keys | None = None
+    """In backward, of keys that were made once: what all queries find for them is added up."""
 
 
 class _Queries(NamedTuple):
@@ -126,8 +137,10 @@ class DenseAttention:
         for mets in self._passes(keys):
             blocks = self._sent([queries] if they_travel else _keys_of(mets))
             if total is None:
-                out, lse = self._output(q, keys, self._own)
+                out, lse = self._output(q, keys, self._own, self.source)
                 total = accumulator(out[ring]), lse[ring].clone()
+            if they_travel:
+                mets = [self._made(met) for met in mets]
             for met in mets:
                 if met.group is not None:
                     self._merge(total, queries, met, 0)
@@ -142,7 +155,7 @@ class DenseAttention:
         for group in self._groups(LOCAL):
             rows, block = self._part.first_rows(LOCAL), self._part.block_of(group)
             total = accumulator(out[rows]), lse[rows].clone()
-            merge(*total, ALL, *self._output(q[rows], group.keys, block))
+            merge(*total, ALL, *self._output(q[rows], group.keys, block, self.source))
             out[rows], lse[rows] = total
         return out, lse
 
@@ -164,20 +177,25 @@ class DenseAttention:
         for mets in self._passes(keys):
             blocks = self._sent(_for_backward(queries) if they_travel else _keys_of(mets))
             if dq_ring is None:
-                dq, *dkeys = self._gradients(all_queries, keys, self._own)
+                dq, *dkeys = self._gradients(all_queries, keys, self._own, self.source)
                 if self.earlier is not None:
                     self.earlier.add_found(self._part, *dkeys)
                 dq_ring = accumulator(dq[ring])
                 # many additions want a wide sum, one does not
                 own = [accumulator(one[ring]) if they_travel else one[ring] for one in dkeys]
-            for met in mets:
+            passing = [self._made(met, learns=True) for met in mets] if they_travel else mets
+            for met in passing:
                 if met.group is not None:
                     rows, _, block = self._where(met, 0)
-                    found = self._gradients(queries.at(rows), met.keys, block)
+                    found = self._gradients(queries.at(rows), met.keys, block, met.source)
                     add_at(dq_ring, rows, found[0])
                     self._add(own, met, ALL, found[1:])
             if they_travel:
-                dq_ring += self._gradient_by_others(blocks, mets, own, dq_ring)
+                dq_ring += self._gradient_by_others(blocks, passing, own, dq_ring)
+                for met, made in zip(mets, passing, strict=True):
+                    if made.gradients is not None:
+                        dk, dv = (one.to(q.dtype) for one in made.gradients)
+                        self._add(own, met, ALL, self.source.gradients(dk, dv, met.keys[0]))
             elif mets:
                 by_others = self._gradients_by_others(blocks, mets, queries, dq_ring)
                 for met in _with_keys(mets, by_others):
@@ -189,11 +207,11 @@ class DenseAttention:
                 gradient[ring] = total
         for group in self._groups(LOCAL):
             rows, block = self._part.first_rows(LOCAL), self._part.block_of(group)
-            found = self._gradients(all_queries.at(rows), group.keys, block)
+            found = self._gradients(all_queries.at(rows), group.keys, block, self.source)
             dq_local = accumulator(dq[rows])
             dq_local += found[0]
             dq[rows] = dq_local
-            self._add([], _Met(group.keys, group), ALL, found[1:])
+            self._add([], _Met(group.keys, group, self.source), ALL, found[1:])
         return dq, dkeys[0], dkeys[1]
 
     @cached_property
@@ -228,10 +246,26 @@ class DenseAttention:
             yield []
             return
         ring, groups = slice(0, self.layout.ring_tokens), self._groups(RING)
-        own, first = _Met((keys[0][ring], keys[1][ring]), None), next(groups, None)
-        yield [own] if first is None else [own, _Met(first.keys, first)]
+        own, first = _Met((keys[0][ring], keys[1][ring]), None, self.source), next(groups, None)
+        yield [own] if first is None else [own, _Met(first.keys, first, self.source)]
         for group in groups:
-            yield [_Met(group.keys, group)]
+            yield [_Met(group.keys, group, self.source)]
+
+    def _made(self, met: _Met, learns: bool = False) -> _Met:
+        """The same keys, made for all queries that will meet them here.
+
+        Args:
+            met: keys of this rank.
+            learns: whether their gradients are added up.
+        """
+        if self.source.is_plain:
+            return met
+        k, v = self.source.keys_and_values(*met.keys)
+        made = met._replace(keys=(k, v), source=PlainKeys())
+        if not learns:
+            return made
+        dk, dv = (torch.zeros_like(one, dtype=wide_type(one)) for one in (k, v))
+        return made._replace(gradients=(dk, dv))
 
     def _sent(self, tensors: Tensors) -> Passing:
         """What comes from the others; our own leave meanwhile."""
@@ -256,15 +290,16 @@ class DenseAttention:
         return block_at(self.layout, *((there, here) if of_others else (here, there)))
 
     def _output(
-        self, q: torch.Tensor, keys: Keys, block: Block
+        self, q: torch.Tensor, keys: Keys, block: Block, source: Source
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self.source.keys_and_values(*keys)
+        k, v = source.keys_and_values(*keys)
         return self.kernel.forward(q, k, v, block, self.scale)
 
     def _merge(self, total: Tensors, q: torch.Tensor, met: _Met, step: int) -> None:
         rows, kv_rows, block = self._where(met, step)
         out, lse = total
-        merge(out, lse, rows, *self._output(q[rows], _at(met.keys, kv_rows), block))
+        keys = _at(met.keys, kv_rows)
+        merge(out, lse, rows, *self._output(q[rows], keys, block, met.source))
 
     def _output_of_others(self, blocks: Passing, mets: list[_Met], like: Tensors) -> Tensors:
         """What our queries find at all others, as output and log-sum-exp."""
@@ -274,7 +309,7 @@ class DenseAttention:
             for met in mets:
                 rows, kv_rows, block = self._where(met, step, of_others=True)
                 keys = _at(met.keys, kv_rows)
-                found.append((rows, *self._output(tensors[0][rows], keys, block)))
+                found.append((rows, *self._output(tensors[0][rows], keys, block, met.source)))
 
             def add(totals: list[torch.Tensor]) -> None:
                 for rows, out, lse in found:
@@ -285,15 +320,19 @@ class DenseAttention:
         return self._by_others(blocks, outputs_of(like), find, like)
 
     def _gradients(
-        self, of: _Queries, keys: Keys, block: Block
+        self, of: _Queries, keys: Keys, block: Block, source: Source
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        k, v = self.source.keys_and_values(*keys)
+        k, v = source.keys_and_values(*keys)
         whole = Forward(of.q, k, v, of.out, of.lse)
         dq, dk, dv = self.kernel.backward(of.dout, whole, block, self.scale)
-        return dq, *self.source.gradients(dk, dv, keys[0])
+        return dq, *source.gradients(dk, dv, keys[0])
 
     def _add(self, own: list[torch.Tensor], met: _Met, rows: Rows, found: Tensors) -> None:
         """Adds gradients of keys that are here."""
+        if met.gradients is not None:
+            for total, gradient in zip(met.gradients, found, strict=True):
+                add_at(total, rows, gradient)
+            return
         if met.group is not None:
             assert self.earlier is not None, "they are of earlier parts"
             self.earlier.add(met.group.stretch, *found)
@@ -310,7 +349,8 @@ class DenseAttention:
             found = []
             for met in _with_keys(mets, tensors):
                 rows, kv_rows, block = self._where(met, step)
-                dq_block, *dkeys = self._gradients(queries.at(rows), _at(met.keys, kv_rows), block)
+                there = _at(met.keys, kv_rows)
+                dq_block, *dkeys = self._gradients(queries.at(rows), there, block, met.source)
                 add_at(dq, rows, dq_block)
                 found += [(kv_rows, one) for one in dkeys]
 
@@ -331,7 +371,8 @@ class DenseAttention:
             there, found = _from_backward(tensors), []
             for met in mets:
                 rows, kv_rows, block = self._where(met, step, of_others=True)
-                dq_block, *dkeys = self._gradients(there.at(rows), _at(met.keys, kv_rows), block)
+                here = _at(met.keys, kv_rows)
+                dq_block, *dkeys = self._gradients(there.at(rows), here, block, met.source)
                 self._add(own, met, kv_rows, dkeys)
                 found.append((rows, dq_block))
 

@@ -108,6 +108,8 @@ class _Projection:
         learns: whether the weight wants a gradient.
     """
 
+    is_plain = False
+
     def __init__(
         self, weight: torch.Tensor, q: torch.Tensor, rotated: torch.Tensor, learns: bool = False
     ) -> None:

@@ -1,6 +1,7 @@
 """A ring of latents against full attention over whole sequences in float64, by definition."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -8,13 +9,16 @@ import torch.distributed as dist
 
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.kernels.padded import PaddedKernel
+from megatron_hdp.runtime.ring import dense
 from megatron_hdp.runtime.ring import latent as module
 from megatron_hdp.runtime.ring.latent import LatentRing
 from megatron_hdp.runtime.ring.layout import TokenLayout
-from tests.support.ring_cases import gloo_comm, relative_error, slice_rows
+from megatron_hdp.runtime.ring.parts import EarlierKeys, part_layouts
+from tests.support.ring_cases import gloo_comm, pieces_of_rank, relative_error, slice_rows
 
 HEADS, PLAIN, ROTATED, VALUE, RANK, SCALE = 3, 4, 2, 5, 7, 0.3
 CHUNKS, LOCAL = [5, 1, 4], [7, 1]
+CHUNKS_IN_PARTS = [3, 40]
 
 
 def weight():
@@ -85,6 +89,59 @@ def test_a_ring_of_latents_equals_full_attention(run_ranks, degree):
         assert sent == expected
 
 
+def errors_in_parts(way, num_parts):
+    """Body of a rank: errors as above, in parts; tokens that keys and values were made of."""
+    comm, made = gloo_comm(), []
+    degree, index = comm.group.size(), comm.group.rank()
+
+    def noting(self, latent, rotated):
+        made.append(latent.shape[0])
+        return MADE(self, latent, rotated)
+
+    lengths = [2 * degree * chunk for chunk in CHUNKS_IN_PARTS]
+    wholes = [random_sequence(length, i) for i, length in enumerate(lengths)]
+    wholes += [random_sequence(n, 1000 + 10 * index + i) for i, n in enumerate(LOCAL)]
+    parts = pieces_of_rank(lengths, LOCAL, num_parts, 9, degree, index)
+    told, ring = [one for one, _ in parts], tuple(range(degree))
+    layouts = part_layouts(ring, index, told, torch.device("cpu"))
+    attend, keys, projection = LatentRing(PaddedKernel(CpuFlashKernel())), EarlierKeys(), weight()
+    projection.requires_grad_()
+    ran = []
+    with (
+        mock.patch.object(dense, "queries_travel", lambda *_: way == "queries"),
+        mock.patch.object(module._Projection, "keys_and_values", noting),
+    ):
+        for layout, (_, rows) in zip(layouts, parts, strict=True):
+            *given, dout = (torch.cat([wholes[i][one][of] for i, of in rows]) for one in range(4))
+            inputs = [x.requires_grad_() for x in given]
+            out = attend(*inputs, projection, layout, comm, SCALE, keys)
+            ran.append((out, inputs, dout, rows))
+        for out, _, dout, _ in ran[::-1]:
+            out.backward(dout)
+    expected, errors = [reference(*whole) for whole in wholes], []
+    for out, inputs, _, rows in ran:
+        found = [out.detach(), *(x.grad for x in inputs)]
+        for one in range(4):
+            right = torch.cat([expected[i][one][of] for i, of in rows])
+            errors.append(relative_error(found[one], right))
+    total, local = projection.grad.clone(), sum(e[4] for e in expected[len(lengths) :])
+    dist.all_reduce(total)
+    dist.all_reduce(local)
+    right = local + sum(e[4] for e in expected[: len(lengths)])
+    stay = sum(one.ring_tokens + one.earlier["ring"].stop for one in layouts if one.earlier)
+    return max([*errors, relative_error(total, right)]), sum(made), stay
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_parts_of_a_ring_of_latents_equal_full_attention(run_ranks, degree):
+    """Where queries travel, keys and values are made once for all that pass by."""
+    found = {way: run_ranks(degree, errors_in_parts, way, 4) for way in ("keys", "queries")}
+    for way, results in found.items():
+        assert max(error for error, _, _ in results) < 1e-13, way
+    for (_, by_keys, stay), (_, by_queries, _) in zip(*found.values(), strict=True):
+        assert by_keys - by_queries >= 2 * (degree - 2) * stay + stay, (by_keys, by_queries, stay)
+
+
 def learning_of_own_tokens(self, dk, dv, latent):
     """Takes a gradient back, of which the projection learns what is this rank's own alone."""
     before = self.dweight.clone()
@@ -94,7 +151,7 @@ def learning_of_own_tokens(self, dk, dv, latent):
     return found
 
 
-GRADIENTS = module._Projection.gradients
+GRADIENTS, MADE = module._Projection.gradients, module._Projection.keys_and_values
 
 
 def with_a_fault(ring):

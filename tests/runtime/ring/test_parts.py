@@ -8,9 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_hdp.planner.parts import cut_in_parts
 from megatron_hdp.planner.query_ratio import query_ratio_of
-from megatron_hdp.planner.slices import chunk_tokens
 from megatron_hdp.runtime.kernels.block import CpuFlashKernel
 from megatron_hdp.runtime.offload import ActivationOffload
 from megatron_hdp.runtime.ring import HostKeys, HostRoom, RingAttention, dense, windowed
@@ -21,10 +19,10 @@ from tests.support.ring_cases import (
     KV_HEADS,
     SCALE,
     gloo_comm,
+    pieces_of_rank,
     random_sequence,
     reference,
     relative_error,
-    slice_rows,
 )
 
 HEAD_DIM = 8
@@ -40,24 +38,6 @@ def drawn_case(seed, degree):
         for _ in range(degree)
     ]
     return sharded if degree > 1 else [], local, draw.choice([1, 2, 3, 7]), draw.choice([0, 9, 500])
-
-
-def pieces_of_rank(sharded, local, num_parts, linear_tokens, degree, index):
-    """Of each part: slices and lengths, what continues, and (sequence, rows of it) of each."""
-    parts = []
-    for of_ring, of_rank in zip(
-        cut_in_parts(sharded, num_parts, 2 * degree, linear_tokens),
-        cut_in_parts(local, num_parts, 1, linear_tokens),
-        strict=True,
-    ):
-        slices = tuple(2 * chunk_tokens(stop - first, degree) for _, first, stop in of_ring)
-        lengths = tuple(stop - first for _, first, stop in of_rank)
-        continues = [bool(some) and some[0].first > 0 for some in (of_ring, of_rank)]
-        rows = [(i, first + slice_rows(stop - first, degree, index)) for i, first, stop in of_ring]
-        rows += [(len(sharded) + i, torch.arange(first, stop)) for i, first, stop in of_rank]
-        if rows:
-            parts.append(((slices, lengths, *continues, 0), rows))
-    return parts
 
 
 def run_parts(seeds, way=None, window=None, has_sink=False, break_it=None, ranks_per_node=0):
