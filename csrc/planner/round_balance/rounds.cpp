@@ -48,12 +48,13 @@ bool BlockRounds::level(int64_t group) {
   for (int64_t& lacking : lacking_) lacking = num_rounds - lacking;
   part_where_all_lack();
   move_shorts();
-  for (int64_t rank = 0; rank < problem_.num_ranks; ++rank) {
-    while (lacking_[index(rank)] > 0) {
-      if (!widen(blocks_.leaf(rank))) return false;
+  for (bool is_better = true; is_better;) {  // one that was widened may be widened again
+    is_better = false;
+    for (int64_t rank = 0; rank < problem_.num_ranks; ++rank) {
+      while (lacking_[index(rank)] > 0 && widen(blocks_.leaf(rank))) is_better = true;
     }
   }
-  return true;
+  return *std::max_element(lacking_.begin(), lacking_.end()) == 0;
 }
 
 // How many more micro-batches the sequences of a block could be.
@@ -119,11 +120,12 @@ bool BlockRounds::widen(std::size_t leaf) {
   for (std::size_t block = leaf; block > 1; block /= 2) {
     const std::size_t other = block ^ 1;
     if (!blocks_.is_whole(block / 2)) return false;
-    if (!has_one_everywhere(other)) continue;
-    micro_batches_[block / 2].push_back(take_from_all(other));
     const auto first = at(lacking_, index(blocks_.first_rank(block)));
-    std::for_each(first, std::next(first, blocks_.degree(block)),
-                  [](int64_t& lacking) { --lacking; });
+    const auto last = std::next(first, blocks_.degree(block));
+    if (*std::min_element(first, last) == 0) return false;
+    if (!has_one_everywhere(other) || !has_room(block / 2, one_of_all(other))) continue;
+    micro_batches_[block / 2].push_back(take_from_all(other));
+    std::for_each(first, last, [](int64_t& lacking) { --lacking; });
     return true;
   }
   return false;
@@ -136,7 +138,26 @@ bool BlockRounds::has_one_everywhere(std::size_t block) const {
          has_one_everywhere(2 * block + 1);
 }
 
-// The sequences of one micro-batch of each of its ranks; on twice the ranks they have room.
+// Short sequences take as much room on more ranks.
+bool BlockRounds::has_room(std::size_t block, const MicroBatch& sequences) const {
+  int64_t tokens = 0;
+  for (const SequenceId id : sequences) {
+    tokens += room_for(problem_, problem_.lengths[index(id)], blocks_.degree(block));
+  }
+  return tokens <= problem_.tokens_per_rank;
+}
+
+// What take_from_all will take.
+BlockRounds::MicroBatch BlockRounds::one_of_all(std::size_t block) const {
+  const std::vector<MicroBatch>& own = micro_batches_[block];
+  if (!own.empty()) return own.back();
+  MicroBatch all = one_of_all(2 * block);
+  const MicroBatch more = one_of_all(2 * block + 1);
+  all.insert(all.end(), more.begin(), more.end());
+  return all;
+}
+
+// The sequences of one micro-batch of each of its ranks.
 BlockRounds::MicroBatch BlockRounds::take_from_all(std::size_t block) {
   std::vector<MicroBatch>& own = micro_batches_[block];
   if (!own.empty()) {
