@@ -15,14 +15,12 @@ sys.path.append(str(ROOT / "scripts" / "examples" / "quickstart"))
 import capacity  # noqa: E402
 
 CONTEXT, CAPACITY = 8192, 2048  # of configs/tiny-cpu.yaml
-NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}  # Megatron's fused functions, for a step each
 
 
 def run_quickstart(folder, *flags, **environment):
-    own = {"PYTHON": sys.executable, "OUT": str(folder)}
     return subprocess.run(
         [ROOT / "scripts/quickstart.sh", *flags],
-        env=os.environ | NOT_COMPILED | own | environment,
+        env=os.environ | {"PYTHON": sys.executable, "OUT": str(folder)} | environment,
         cwd=folder,
         capture_output=True,
         text=True,
