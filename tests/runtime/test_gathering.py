@@ -27,6 +27,7 @@ GROWING = {  # functions that hold something of every rank; see docs/benchmarks.
     "megatron/step/left_out.py _lose": 1,  # once a source has failed
     "megatron/step/left_out.py found_by_all": 1,  # once a sequence was found corrupt
     "megatron/step/loading.py join_data_plane": 2,  # with a data plane, at the start: host, folder
+    "megatron/lm/saves_under_way.py enter": 1,  # at an epoch's start, with --async-save
     "megatron/step/non_finite.py gather_words": 1,  # once something is NaN
     "megatron/step/setup.py _require_one_attention": 1,  # once they differ
     "megatron/step/setup.py _speeds_of_gpus": 1,  # at an epoch's start, with --hdp-rank-speeds
