@@ -37,7 +37,8 @@ With s the tokens of a sequence and D the ranks that share it:
   its first sequence, or as much as ``query_ratio`` times the keys of its own tokens: its queries
   and what they find; a part's own attention hides them
 - where these keys are made of latents, every member makes those of all earlier parts again for each
-  part (``projection_b``); where queries travel, a member only its own, the part's and earlier ones
+  part (``projection_b``); where queries travel, a member only its own, the part's and earlier
+  ones, which streams do not count
 - a stream in c parts computes its forward twice. With its keys on the device, those made of latents
   are made anew for each part (``projection_b``); else those of each earlier part have a block a
   step, a pass of the ring and a merge of their own, and all but the first ``(1 - r) c`` come from

@@ -226,9 +226,10 @@ double stream_s(const Problem& problem, int64_t length, int64_t degree, const St
   double fixed = fixed_s(cost, degree, s, stream.num_parts) + merge_s(cost, degree, s);
   const auto parts = static_cast<double>(stream.num_parts);
   const double more = (parts - 1) * (parts - 2) / 2;
+  // each part but the first makes keys of latents again, as if they travelled
+  fixed += cost.projection_b * s * (1 - 1 / parts);
   // a block a step, and a merged result, for each earlier part; on the device for all of them, but
   // keys are made of each one's latents
-  fixed += cost.projection_b * s * (1 - 1 / parts);
   fixed += stream.on_host() ? more * (d * cost.block_all_layers_s + cost.merge_b * s / parts)
                             : more * cost.projection_b * s / parts;
   const double computed = (compute_s(cost, length) / d + fixed) / speed;

@@ -282,7 +282,7 @@ Plan of_pipelines(const Problem& problem) {
   };
   Plan whole = planned(1);
   if (!may_run_in_parts(problem)) return whole;
-  // planned in parts micro-batches need less of their ranks, but ranks wait for their domain
+  // plans in parts are made as if no rank waited for its domain: the other may be the faster
   Plan in_parts = planned(problem.sequence_parts);
   const auto makespan_s = [&](const Plan& plan) {
     return run_together(problem, plan).makespan_s(problem);

@@ -123,8 +123,11 @@ bool BlockRounds::widen(std::size_t leaf) {
     const auto first = at(lacking_, index(blocks_.first_rank(block)));
     const auto last = std::next(first, blocks_.degree(block));
     if (*std::min_element(first, last) == 0) return false;
-    if (!has_one_everywhere(other) || !has_room(block / 2, one_of_all(other))) continue;
-    micro_batches_[block / 2].push_back(take_from_all(other));
+    if (!has_one_everywhere(other)) continue;
+    MicroBatch moved = one_of_all(other);
+    if (!has_room(block / 2, moved)) continue;
+    drop_one_of_all(other);
+    micro_batches_[block / 2].push_back(std::move(moved));
     std::for_each(first, last, [](int64_t& lacking) { --lacking; });
     return true;
   }
@@ -147,7 +150,7 @@ bool BlockRounds::has_room(std::size_t block, const MicroBatch& sequences) const
   return tokens <= problem_.tokens_per_rank;
 }
 
-// What take_from_all will take.
+// The sequences of one micro-batch of each of its ranks.
 BlockRounds::MicroBatch BlockRounds::one_of_all(std::size_t block) const {
   const std::vector<MicroBatch>& own = micro_batches_[block];
   if (!own.empty()) return own.back();
@@ -157,18 +160,15 @@ BlockRounds::MicroBatch BlockRounds::one_of_all(std::size_t block) const {
   return all;
 }
 
-// The sequences of one micro-batch of each of its ranks.
-BlockRounds::MicroBatch BlockRounds::take_from_all(std::size_t block) {
+// Takes that from them.
+void BlockRounds::drop_one_of_all(std::size_t block) {
   std::vector<MicroBatch>& own = micro_batches_[block];
   if (!own.empty()) {
-    MicroBatch taken = std::move(own.back());
     own.pop_back();
-    return taken;
+    return;
   }
-  MicroBatch taken = take_from_all(2 * block);
-  const MicroBatch more = take_from_all(2 * block + 1);
-  taken.insert(taken.end(), more.begin(), more.end());
-  return taken;
+  drop_one_of_all(2 * block);
+  drop_one_of_all(2 * block + 1);
 }
 
 Plan BlockRounds::plan(bool wide_first) const {

@@ -34,7 +34,7 @@ class BlockRounds {
   bool has_one_everywhere(std::size_t block) const;
   bool has_room(std::size_t block, const MicroBatch& sequences) const;
   MicroBatch one_of_all(std::size_t block) const;
-  MicroBatch take_from_all(std::size_t block);
+  void drop_one_of_all(std::size_t block);
   std::vector<int64_t> counts() const;
 
   const Problem& problem_;
