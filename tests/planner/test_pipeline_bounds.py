@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hdp.planner import Plan, evaluate, pipeline_lower_bound_s, tight_bound_s
+from megatron_hdp.planner import (
+    CostModel,
+    Plan,
+    evaluate,
+    pipeline_lower_bound_s,
+    plan,
+    tight_bound_s,
+)
 from megatron_hdp.planner.evaluation import durations_s
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.pipeline import Pipeline
@@ -143,3 +150,15 @@ def test_queries_that_travel_instead_of_keys_are_counted() -> None:
         lengths, 8, dataclasses.replace(cost_model, query_ratio=0.0), 2, 300, 1, 16
     )
     assert bounds[1] < keys_s < bounds[0]
+
+
+def test_keys_of_latents_that_no_part_must_make_are_in_no_bound():
+    """Where queries travel, a member makes its own; whole, those of all members."""
+    costs = CostModel(a=1e-9, b=1e-6, kv_bytes_per_token=1e-9, query_ratio=0.1)
+    costs = dataclasses.replace(costs, merge_b=1e-4, projection_b=1e-4)
+    asked = {"ranks": 16, "tokens_per_rank": 1000, "cost_model": costs, "pipeline_stages": 2}
+    made = plan([16_000], **asked, sequence_parts=4)
+    whole = plan([16_000], **asked)
+    assert made.summary["makespan_s"] < 0.5 * whole.summary["makespan_s"]
+    bounds_s = made.summary["lower_bound_s"], tight_bound_s([16_000], **asked, sequence_parts=4)
+    assert max(bounds_s) <= made.summary["makespan_s"]
