@@ -54,11 +54,14 @@ class Sizes:
 
 
 def sizes_of(small: bool) -> Sizes:
-    """Return sizes for a GPU of 140 GB, or for any CPU."""
+    """Return sizes for a GPU of 80 GB or more, or for any CPU.
+
+    A GiB of host memory takes half a second to pin, so not all that a GPU may fill leaves.
+    """
     if small:
         return Sizes((256, 512), (64, 128), TINY, 1e9, 4)
     tokens = (65_536, 262_144, 131_072, 32_768)
-    return Sizes(tokens, (4096, 8192), LLAMA_7B, 64e9, 16)
+    return Sizes(tokens, (4096, 8192), LLAMA_7B, 24e9, 16)
 
 
 def arguments_of(sizes: Sizes, num_layers: int) -> TrainingArguments:

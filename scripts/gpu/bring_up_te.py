@@ -51,6 +51,7 @@ def environment_of(site: Path) -> dict[str, str]:
     before = os.environ.get("LD_LIBRARY_PATH")
     found = {
         "PYTHONPATH": str(site),
+        "CUDNN_HOME": str(nvidia / "cudnn"),  # else the system's, if there is one, is loaded
         "LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *filter(None, [before])]),
     }
     stub = site / "libcublaslt_stub.so"

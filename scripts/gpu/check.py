@@ -23,7 +23,7 @@ from running import Finished, run
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ("bench_rings", "bench_attention", "bench_offload", "bench_loss")
-PARTS = ("questions", "tests", "benchmarks", "lost-rank")
+PARTS = ("questions", "tests", "benchmarks", "checkout", "lost-rank")
 _DEVICE = """
 import json, sys, torch
 gpu = torch.cuda.is_available()
@@ -172,7 +172,8 @@ class Check:
         files, marked = files_with_gpu_tests(ROOT / "tests"), "gpu and not slow"
         if self.device == "cpu":
             files, marked = ["tests/runtime/test_clocks.py"], "not slow"
-        deadline_s = min(240.0, self.left_s() - 45.0 * len(BENCHMARKS))
+        reserve_s = 45.0 * len(BENCHMARKS) if "benchmarks" in self.parts else 0.0
+        deadline_s = min(240.0, self.left_s() - reserve_s)
         options = ["-v", "-ra", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
         done = self.command(
             [sys.executable, "-m", "pytest", *options, "--timeout=200", "-m", marked, *files],
@@ -208,6 +209,20 @@ class Check:
         table = [line for line in done.lines if line.startswith("|")]
         rows = sum(not set(line) <= set("|-: ") for line in table) - 1
         return _row(name, done, self._figures(name, done) or f"{max(0, rows)} rows")
+
+    def checkout(self) -> Row:
+        """Training in a Megatron-LM checkout, stock and under HDP, where one is named."""
+        name = "bench_checkout"
+        if "MEGATRON_LM_PATH" not in self.environment:
+            return Row(name, "skipped", figures="MEGATRON_LM_PATH names no checkout")
+        if self.left_s() < 120:
+            return Row(name, "skipped", figures="no time left")
+        seconds = min(300.0, self.left_s()) - 20.0
+        script = ROOT / f"scripts/gpu/{name}.py"
+        options = ["--device", self.device, "--seconds", f"{seconds:.0f}"]
+        small = ["--small"] if self.device == "cpu" else []
+        done = self.command([sys.executable, script, *options, *small], seconds + 20.0)
+        return _row(name, done, self._figures(name, done))
 
     def _figures(self, heading: str, done: Finished) -> str:
         """Keeps what a script printed, and gives what it said in short."""
@@ -252,6 +267,8 @@ class Check:
             self.part(name, lambda name=name, left=left: self.benchmark(name, left))
         if "benchmarks" in self.parts:
             self.part("trace of a step", self.picture)
+        if "checkout" in self.parts:
+            self.part("bench_checkout", self.checkout)
         if "lost-rank" in self.parts:
             self.part("lost rank", self.lost_rank)
 

@@ -220,6 +220,9 @@ COMMANDS = {
     "./scripts/gpu_check.sh --only questions": Elsewhere(
         "tests/scripts/gpu/test_gpu_check.py::test_some_parts_only"
     ),
+    "MEGATRON_LM_PATH=~/Megatron-LM ./scripts/gpu_check.sh --only checkout": Elsewhere(
+        "tests/scripts/gpu/test_gpu_check.py::test_some_parts_only"
+    ),
     "./scripts/gpu_check.sh --cpu": Elsewhere(
         "tests/scripts/gpu/test_gpu_check.py::test_the_whole_flow_on_a_cpu", needs="slow"
     ),

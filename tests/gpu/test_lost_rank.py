@@ -13,7 +13,7 @@ import torch
 
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.runtime.epochs.nccl import UNRUN
-from tests.gpu.test_training import ON_GPU, ROOT, TIMEOUT_S, flags, losses, prefix
+from tests.gpu.test_training import ON_GPU, ROOT, TIMEOUT_S, flags, losses, module_paths, prefix
 
 __all__ = ["prefix"]  # a fixture
 
@@ -21,6 +21,7 @@ NUM_RANKS, STEPS = 3, 40
 RANK = """
 import os, runpy, sys
 sys.path.insert(0, {root!r})
+from scripts.gpu.several_ranks import one_gpu_environment
 if {shares}:
     os.environ.update(one_gpu_environment(int(os.environ["MEGATRON_HDP_MEMBER"])), LOCAL_RANK="0")
 sys.argv = ["pretrain_gpt", *sys.argv[1:]]
@@ -41,7 +42,8 @@ def job(prefix, folder, device, num_ranks):
     command = [*launch, "--nproc-per-node", str(num_ranks), str(script)]
     command += flags(prefix, "hdp-fp32", more)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | hidden
+    path = os.pathsep.join([str(ROOT), *module_paths(device)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | hidden
     with (folder / "log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 

@@ -41,6 +41,8 @@ BACKENDS = [
 class StagedTransfer:
     """Copies to the device what arrived on the host."""
 
+    works = ()  # it is waited for at once where more than so many bytes are under way
+
     def __init__(self, on_host, received):
         self.on_host, self.received = on_host, received
 

@@ -74,7 +74,7 @@ def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Co
     command += ["--metrics-path", str(metrics_path)]
     processes, outputs = [], [folder / f"output-{rank}" for rank in range(num_ranks)]
     common = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *_paths(device)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *module_paths(device)]),
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -91,7 +91,7 @@ def start(flags: list[str], folder: Path, device: str, num_ranks: int = 1) -> Co
     return Command(processes, outputs, metrics_path)
 
 
-def _paths(device: str) -> list[str]:
+def module_paths(device: str) -> list[str]:
     """Where this process finds modules; on a CPU without a TransformerEngine that was carried."""
     paths = [path for path in sys.path if path]
     if device == "cuda":

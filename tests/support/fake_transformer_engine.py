@@ -4,6 +4,7 @@ Its attention is our own ring's; the group that it is given is used as Transform
 chooses as version 2.20.2 does on a GPU of the Hopper generation, by what matters here.
 """
 
+import logging
 import os
 import sys
 import types
@@ -52,6 +53,10 @@ class AttentionParams(OldAttentionParams):
     num_tokens_kv: int
 
 
+class AttentionLogging:
+    _log_level = logging.WARNING
+
+
 def get_attention_backend(attention_params=None):
     """(flash, its version, fused, its number, unfused, all that would do)."""
     params = attention_params
@@ -67,6 +72,10 @@ def get_attention_backend(attention_params=None):
     available = [flash, fused, unfused]
     flash &= not fused
     unfused &= not (fused or flash)
+    logger = logging.getLogger("DotProductAttention")
+    logger.setLevel(AttentionLogging._log_level)
+    if not fused:
+        logger.debug("Disabling FusedAttention due to NVTE_FUSED_ATTN=%s", 0)
     return flash, "2.8.3" if flash else None, fused, 1 if fused else None, unfused, available
 
 
@@ -176,4 +185,5 @@ def install(version="2.20.2"):
     own._attention_backends = _attention_backends
     own.utils = types.ModuleType(f"{own.__name__}.utils")
     own.utils.get_attention_backend = get_attention_backend
+    own.utils.AttentionLogging = AttentionLogging
     torch.cuda.Stream = lambda device: "a stream"

@@ -8,17 +8,23 @@ scores of a sequence in memory and know no rings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 _PARAMS = "attention_params"
+_LOGGER = "DotProductAttention"
 _KERNELS = {  # what it says of its choice -> in words
     "use_flash_attention": "flash-attn",
     "use_fused_attention": "cuDNN",
     "use_unfused_attention": "unfused",
 }
+
+
+class NoKernelError(ValueError):
+    """TransformerEngine has no kernel for a call; says why not cuDNN's."""
 
 
 class KernelChoices:
@@ -68,7 +74,10 @@ class KernelChoices:
         known = {one.name for one in fields(params)}  # older ones choose by fewer
         changes = {name: size for name, size in sizes.items() if name in known}
         with _without_unfused() as utils:
-            chosen = utils.get_attention_backend(replace(params, **changes))
+            try:
+                chosen = utils.get_attention_backend(replace(params, **changes))
+            except NoKernelError:
+                return None
         flash, _, fused, _, unfused, *_ = chosen
         return _name_of(dict(zip(_KERNELS, (flash, fused, unfused), strict=True)))
 
@@ -102,6 +111,9 @@ def _without_unfused() -> Iterator[Any]:
 
     def chosen(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         flash, flash_version, fused, fused_number, _, *more = choose(*args, **kwargs)
+        if not flash and not fused:
+            reasons = _why_not_cudnn(utils, lambda: choose(*args, **kwargs))
+            raise NoKernelError(f"found no kernel of flash-attn's or cuDNN's: {reasons}")
         return flash, flash_version, fused, fused_number, False, *more
 
     utils.get_attention_backend = chosen
@@ -109,6 +121,29 @@ def _without_unfused() -> Iterator[Any]:
         yield utils
     finally:
         utils.get_attention_backend = choose
+
+
+def _why_not_cudnn(utils: Any, choose: Callable[[], object]) -> str:
+    """What the library says where it is asked to, as by ``NVTE_DEBUG``, while it chooses again."""
+    said: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return False
+
+    known, logger = getattr(utils, "AttentionLogging", None), logging.getLogger(_LOGGER)
+    if not hasattr(known, "_log_level"):
+        return "NVTE_DEBUG=1 and NVTE_DEBUG_LEVEL=2 make it say why"
+    before, known._log_level = known._log_level, logging.DEBUG
+    logger.addFilter(note)
+    try:
+        choose()
+    finally:
+        known._log_level = before
+        logger.setLevel(before)
+        logger.removeFilter(note)
+    reasons = [" ".join(one.split()) for one in said if "FusedAttention" in one.split(":")[0]]
+    return "; ".join(reasons)[:600] or "it does not say why"
 
 
 def _name_of(choice: dict[str, Any]) -> str | None:

@@ -8,7 +8,15 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 
 from megatron_hdp.runtime.cuda.device import EAGER, Capability, Run, loading_mode
-from megatron_hdp.runtime.cuda.settings import MEMORY, MODULES, SETTINGS, Wish, doubt, obstacle
+from megatron_hdp.runtime.cuda.settings import (
+    CUDNN,
+    MEMORY,
+    MODULES,
+    SETTINGS,
+    Wish,
+    doubt,
+    obstacle,
+)
 
 
 def prepare(run: Run, environment: MutableMapping[str, str] = os.environ) -> list[str]:
@@ -47,10 +55,12 @@ def _prepare(
         return f"{wish.value} is left out, and fragments may cost memory: {why_not}"
     if name == MODULES and mode == EAGER:
         return None
-    if mode is not None and name != MEMORY:
+    is_late = "transformer_engine" in sys.modules if name == CUDNN else mode is not None
+    if is_late and name != MEMORY:
+        reader = "TransformerEngine" if name == CUDNN else "CUDA"
         return (
-            f"CUDA started before {name} could be set: export {name}={wish.value}, or start with "
-            f"`python -m megatron_hdp run`: {wish.why}"
+            f"{reader} started before {name} could be set: export {name}={wish.value}, or start "
+            f"with `python -m megatron_hdp run`: {wish.why}"
         )
     before, environment[name] = environment.get(name), wish.value
     if is_replaced:
@@ -76,7 +86,9 @@ def describe(
     run, lines = Run(capability=capability, hybrid_data_parallel=True), {}
     for label, wanted in SETTINGS.items():
         wish, parallel = wanted(run), wanted(replace(run, tensor_parallel=True))
-        assert wish is not None and parallel is not None
+        if wish is None or parallel is None:
+            lines[label] = "nothing to set"
+            continue
         wants = f"{wish.value} with HDP"
         if parallel.value != wish.value:
             wants += f", {parallel.value} with tensor parallelism"

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 
 from megatron_hdp.runtime.cuda.device import Run
 
 CONNECTIONS, MODULES = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 MEMORY, OTHER_MEMORY = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+CUDNN, OTHER_CUDNN = "CUDNN_HOME", "CUDNN_PATH"
 _MOST = 32
 _BLACKWELL = (10, 0)
 _SEGMENTS = "expandable_segments"
@@ -92,6 +96,29 @@ def allocator(run: Run) -> Wish | None:
     return Wish((MEMORY, OTHER_MEMORY), f"{_SEGMENTS}:True", why) if has_rings else None
 
 
+def cudnn(run: Run) -> Wish | None:
+    """Whose cuDNN TransformerEngine loads: PyTorch's own; None where that is the system's.
+
+    It looks in ``CUDNN_HOME``, ``CUDNN_PATH`` and ``CUDA_HOME``, then for ``libcudnn.so``, a name
+    that the system's has and pip's package has not. PyTorch loads the package's. Where both are, as
+    in images with cuDNN on which PyTorch was installed by pip, one process has parts of two
+    versions, and cuDNN refuses every graph (``CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED``).
+    """
+    if run.capability is None or not run.hybrid_data_parallel:
+        return None
+    folder = _cudnn_of_pip()
+    why = "with another cuDNN than PyTorch's in one process TransformerEngine has no kernels"
+    return None if folder is None else Wish((CUDNN, OTHER_CUDNN), str(folder), why)
+
+
+def _cudnn_of_pip() -> Path | None:
+    for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        with suppress(metadata.PackageNotFoundError):
+            folder = Path(str(metadata.distribution(name).locate_file("nvidia/cudnn")))
+            return folder if folder.is_dir() else None
+    return None
+
+
 def has_one_queue(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether CUDA runs all streams of this process in the order of launches."""
     return environment.get(CONNECTIONS) == "1"
@@ -101,6 +128,7 @@ SETTINGS: dict[str, Callable[[Run], Wish | None]] = {
     "CUDA connections": connections,
     "CUDA modules": module_loading,
     "CUDA allocator": allocator,
+    "cuDNN": cudnn,
 }
 
 
@@ -118,6 +146,8 @@ def doubt(wish: Wish, name: str, found: str) -> str | None:
             )
         is_as_good = (int(found) == 1) == (wish.value == "1")
         price = f"{wish.value} would be faster"
+    elif name in (CUDNN, OTHER_CUDNN):
+        is_as_good, price = os.path.realpath(found) == os.path.realpath(wish.value), "at a risk"
     else:  # whatever it says of segments is meant so
         is_as_good, price = _SEGMENTS in found, f"with {wish.value} in it less memory would be lost"
     return None if is_as_good else f"{name}={found} is kept, {price}: {wish.why}"

@@ -1,6 +1,7 @@
 """What waits inside of NCCL ends when all communicators of the process are aborted, all at once.
 
-Written against the sources of PyTorch 2.13 and NCCL 2.30. It has not run on a GPU yet.
+Written against the sources of PyTorch 2.13 and NCCL 2.30, and run with PyTorch 2.11 and NCCL 2.28.9
+on one GPU that ranks share, which talk over sockets; not on several GPUs yet.
 
 - A kernel that waits for a rank polls its communicator's abort flag. Once that is set it ends, and
   what is behind it on its stream runs. So a host that waits for the device comes back **without an
@@ -70,8 +71,8 @@ _UNSET = {
 }
 """What undoes the first of them, unless it says one of these."""
 UNRUN = (
-    "--hdp-survive on GPUs is written against the sources of NCCL and PyTorch and has not run on a "
-    "GPU yet: keep saving checkpoints"
+    "--hdp-survive on GPUs has run on one GPU that ranks share, not on several yet: keep saving "
+    "checkpoints"
 )
 
 

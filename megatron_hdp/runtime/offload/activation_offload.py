@@ -51,6 +51,7 @@ class ActivationOffload:
         timeline: Timeline | None = None,
         num_parts: int = 1,
     ) -> None:
+        device = torch.empty(0, device=device).device  # "cuda" with its index, as tensors have it
         self.pool = pool or HostPool(pin=device.type == "cuda")
         self.need = HostNeed(len(layers), num_parts)
         self.copies = select_copy_engine(device, timeline or Timeline())

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 TOPICS = {
     "transformer_engine": 110.0,  # it builds 40 graphs, some of them deterministic
-    "attention": 100.0,
-    "communication": 100.0,
-    "memory": 80.0,
-    "compilation": 60.0,
+    "attention": 80.0,
+    "communication": 70.0,
+    "memory": 140.0,
+    "compilation": 50.0,
 }
 """Topics and the seconds that each may take."""
 

@@ -24,7 +24,7 @@ from questions import Answer, question
 
 _LATE_S = 2.0
 _LIMIT_S = 16.0  # of each pair of ranks; there are six, and a seventh on two GPUs
-_PER_PEER = re.compile(r"(\d+) p2p channels per peer")
+_CHANNELS = re.compile(r"(\d+) p2p channels, (\d+) p2p channels per peer")
 
 
 @cache
@@ -120,18 +120,24 @@ def ring_ahead_of_the_gpu() -> tuple[int, int]:
 
 
 @cache
-def _wide_rings() -> tuple[list[int], float]:
-    """Of two ranks that say they are two nodes: channels of a pair, and bytes that each holds."""
+def _wide_rings() -> tuple[str, list[tuple[str, str]], float]:
+    """Of two ranks that say they are two nodes: what is asked for, channels, bytes of each."""
     with tempfile.TemporaryDirectory() as folder:
-        held, _ = run(2, make_wide_rings, folder, timeout_s=_LIMIT_S)
+        (asked_for, held), _ = run(2, make_wide_rings, folder, timeout_s=_LIMIT_S)
         logs = "".join(path.read_text() for path in Path(folder).iterdir())
-    return [int(number) for number in _PER_PEER.findall(logs)], held
+    return asked_for, _CHANNELS.findall(logs), held
 
 
-@question("channels that two ranks of the rings' communicator share, by NCCL's log", "4 or more")
+@question(
+    "channels that two ranks of the rings' communicator share, by NCCL's log",
+    "4, or all that it has, where torch lets us ask: 2.13 and newer",
+)
 def _channels() -> Answer:
-    found, _ = _wide_rings()
-    return Answer(f"{found}", min(found, default=0) >= 4)
+    asked_for, found, _ = _wide_rings()
+    told = ", ".join(f"{pair} of {all_of_them}" for all_of_them, pair in found)
+    is_wide = bool(found) and all(int(a) >= min(4, int(n)) for n, a in found)
+    is_asked = not asked_for.startswith("NCCL's own number")
+    return Answer(f"{told} ({asked_for})", is_wide if is_asked else bool(found))
 
 
 @question(
@@ -139,63 +145,89 @@ def _channels() -> Answer:
     "below 2.4 GB",
 )
 def _memory_beside_pytorch() -> Answer:
-    _, held = _wide_rings()
+    _, _, held = _wide_rings()
     return Answer(f"{held / 1e9:.2f} GB", held < 2.4e9)
 
 
-def make_wide_rings(folder: str) -> float:
-    """Body of a rank: the communicator as a run makes it, with NCCL's log; bytes that are held."""
+def make_wide_rings(folder: str) -> tuple[str, float]:
+    """Body of a rank: the communicator as a run makes it, with NCCL's log, and bytes it holds."""
     log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT", "NCCL_DEBUG_FILE": f"{folder}/%p"}
     os.environ.update(one_gpu_environment(dist.get_rank()) | log, CUDA_MODULE_LOADING="EAGER")
     del os.environ["NCCL_MAX_CTAS"]  # the cap that these ranks have otherwise
     torch.cuda.set_device(0)
     everyone, timeout = [list(range(dist.get_world_size()))], timedelta(seconds=_LIMIT_S)
     device = torch.device("cuda", 0)
-    new_ring_group(everyone, timeout, device, max_ctas=16, backend="nccl", tell=print)
+    told: list[str] = []
+    new_ring_group(everyone, timeout, device, max_ctas=16, backend="nccl", tell=told.append)
     torch.cuda.synchronize()
     dist.barrier()  # gloo's: both hold what they hold
     free, total = torch.cuda.mem_get_info()
     dist.barrier()
-    return (total - free) / dist.get_world_size() - torch.cuda.memory_reserved()
+    held = (total - free) / dist.get_world_size() - torch.cuda.memory_reserved()
+    return told[0].removeprefix("rings' communicator: "), held
+
+
+@cache
+def _early() -> tuple[float, float, float]:
+    """What rank 0 of two found, which reduces before the other one."""
+    found: tuple[float, float, float] = run(2, one_reduces_early, "nothing", timeout_s=_LIMIT_S)[0]
+    return found
+
+
+@question("the first reduction of a communicator, to which a rank comes late", "the host waits")
+def _a_first_reduction() -> Answer:
+    """Whether NCCL connects ranks inside of the call: why no rank may wait for this one then."""
+    first_s, *_ = _early()
+    return Answer(f"returns after {first_s:.2f} s", first_s > 0.5 * _LATE_S)
 
 
 @question("a ring's message beside a reduction that waits", "passes at once")
 def _a_ring_beside_a_reduction() -> Answer:
     """Whether messages pass while a reduction waits for a rank that has not begun it."""
-    (sent_s, _), _ = run(2, one_reduces_early, "nothing", timeout_s=_LIMIT_S)
+    _, sent_s, _ = _early()
     return Answer(f"after {sent_s:.2f} s", sent_s < 0.5 * _LATE_S)
 
 
 @question("memory given back beside a reduction that waits", f"waits for it, {_LATE_S:.0f} s")
 def _a_driver_beside_a_reduction() -> Answer:
     """Whether giving memory back to the driver waits for that reduction: why the rule is there."""
-    (_, freed_s), _ = run(2, one_reduces_early, "free", timeout_s=_LIMIT_S)
+    (_, _, freed_s), _ = run(2, one_reduces_early, "free", timeout_s=_LIMIT_S)
     return Answer(f"after {freed_s:.2f} s", freed_s > 0.5 * _LATE_S)
 
 
-def one_reduces_early(then: str) -> tuple[float, float]:
-    """Body of a rank: seconds until a message has passed, and until memory was given back."""
+def one_reduces_early(then: str) -> tuple[float, float, float]:
+    """Body of a rank: seconds of the first reduction's call, of a message, of memory.
+
+    The first one comes late on rank 1. The later ones are measured from before rank 0 begins to
+    reduce, which it does long before rank 1.
+    """
     rings, reductions = RingComm(new_group_of_all("cuda")), new_group_of_all("cuda")
     tensor, block = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 28, device="cuda")
-    current = torch.cuda.current_stream()
+    rank, current = dist.get_rank(), torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    dist.barrier()
+    time.sleep(rank * _LATE_S)
+    started = time.perf_counter()
+    dist.all_reduce(tensor.clone(), group=reductions, async_op=True).wait()
+    first_s = time.perf_counter() - started
     torch.cuda.synchronize()
     dist.barrier()
     started = time.perf_counter()
-    if dist.get_rank() == 0:
+    if rank == 0:
         reduction = dist.all_reduce(tensor.clone(), group=reductions, async_op=True)
-    rings.pass_on(tensor, (0, 1), dist.get_rank()).wait()
+    rings.pass_on(tensor, (0, 1), rank).wait()
     current.synchronize()
     sent_s = time.perf_counter() - started
     del block
-    if dist.get_rank() == 0 and then == "free":
+    if rank == 0 and then == "free":
         torch.cuda.empty_cache()
     freed_s = time.perf_counter() - started
-    if dist.get_rank() == 1:
+    if rank == 1:
         time.sleep(_LATE_S)
         reduction = dist.all_reduce(tensor.clone(), group=reductions, async_op=True)
     reduction.wait()
     torch.cuda.synchronize()
-    return sent_s, freed_s
+    return first_s, sent_s, freed_s
 
 
 @cache

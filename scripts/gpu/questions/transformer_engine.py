@@ -88,7 +88,7 @@ def _unfused() -> Answer:
             found = str(_selected())
     except ValueError as error:
         last = str(error).splitlines()[-2]
-        return Answer(f"refused: {last}", "No dot product attention backend" in last)
+        return Answer(f"refused: {last}", "NVTE_FUSED_ATTN=0" in last)
     return Answer(found, False)
 
 

@@ -1,5 +1,6 @@
 """How TransformerEngine is called, and which of its kernels it is let choose, with a fake of it."""
 
+import logging
 import os
 import sys
 from dataclasses import replace
@@ -102,12 +103,19 @@ def unfused_kernels_are_never_taken():
     os.environ.update(variables)  # as megatron-core does when it makes a model
     attend = TransformerEngineAttention(CPU)
     with mock.patch("os.putenv") as put, mock.patch("os.unsetenv") as unset:
-        with pytest.raises(ValueError, match="No dot product attention backend"):
+        why = "found no kernel .* cuDNN's: Disabling FusedAttention due to NVTE_FUSED_ATTN=0$"
+        with pytest.raises(ValueError, match=why):
             try_out(attend, SHORT)
         assert not put.called and not unset.called
     assert fake.get_attention_backend(fake.chosen[-1])[4], "others may choose them"
     own = sys.modules["transformer_engine.pytorch.attention.dot_product_attention"]
     assert own.utils.get_attention_backend is fake.get_attention_backend
+    logger = logging.getLogger("DotProductAttention")
+    assert fake.AttentionLogging._log_level == logger.level == logging.WARNING
+    assert not logger.filters
+    del own.utils.AttentionLogging  # as another version may have it
+    with pytest.raises(ValueError, match="NVTE_DEBUG_LEVEL=2 make it say why"):
+        try_out(attend, SHORT)
 
 
 def choices_of_others_are_neither_used_nor_changed():

@@ -14,7 +14,7 @@ import pytest
 from megatron_hdp.runtime.cuda import Run, describe, device, preparation, prepare, run_of, settings
 from megatron_hdp.runtime.cuda.device import EAGER, compute_capability, loading_mode
 from megatron_hdp.runtime.cuda.settings import CONNECTIONS as QUEUES
-from megatron_hdp.runtime.cuda.settings import MEMORY, MODULES, OTHER_MEMORY
+from megatron_hdp.runtime.cuda.settings import CUDNN, MEMORY, MODULES, OTHER_CUDNN, OTHER_MEMORY
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 HDP = {MODULES: "EAGER", MEMORY: "expandable_segments:True"}
@@ -25,6 +25,7 @@ RUN = Run(capability=HOPPER, hybrid_data_parallel=True)
 def neither_torch_nor_cuda_has_started(monkeypatch):
     monkeypatch.setattr(preparation, "sys", SimpleNamespace(modules={}))
     monkeypatch.setattr(preparation, "loading_mode", lambda: None)
+    monkeypatch.setattr(settings, "_cudnn_of_pip", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,49 @@ def test_module_loading_is_replaced_unless_it_is_to_be_kept(found, monkeypatch):
     monkeypatch.setattr(preparation, "loading_mode", lambda: 2)
     (line,) = prepare(RUN, {MODULES: found, QUEUES: "32"})
     assert f"CUDA started before {MODULES} could be set: export {MODULES}=EAGER" in line
+
+
+@pytest.mark.parametrize(
+    ("environment", "hdp", "wanted", "words"),
+    [
+        ({}, True, {CUDNN: "site/nvidia/cudnn"}, None),
+        ({}, False, {}, None),
+        ({CUDNN: "site/lib/../nvidia/cudnn"}, True, {}, None),
+        ({OTHER_CUDNN: "/usr"}, True, {}, f"{OTHER_CUDNN}=/usr is kept, at a risk: with another"),
+    ],
+)
+def test_transformer_engine_finds_the_cudnn_of_torch(environment, hdp, wanted, words, monkeypatch):
+    monkeypatch.setattr(settings, "_cudnn_of_pip", lambda: Path("site/nvidia/cudnn"))
+    before = environment | dict.fromkeys((QUEUES,), "32") | HDP
+    run, found = replace(RUN, hybrid_data_parallel=hdp), dict(before)
+    lines = prepare(run, found)
+    assert found == before | wanted
+    assert [line.startswith(words or "") for line in lines] == ([True] if words else [])
+    assert describe(None, {})["cuDNN"] == "no matter without a GPU"
+    assert describe(HOPPER, {})["cuDNN"].startswith("not set: a run sets site/nvidia/cudnn with")
+
+
+def test_a_transformer_engine_that_is_imported_has_looked_for_cudnn(monkeypatch):
+    monkeypatch.setattr(settings, "_cudnn_of_pip", lambda: Path("site/nvidia/cudnn"))
+    modules = SimpleNamespace(modules={"transformer_engine": None})
+    monkeypatch.setattr(preparation, "sys", modules)
+    environment = {QUEUES: "32"} | HDP
+    (line,) = prepare(RUN, environment)
+    assert line.startswith(f"TransformerEngine started before {CUDNN} could be set: export {CUDNN}")
+    assert CUDNN not in environment
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_cudnn_of_pip_is_found_by_its_package(monkeypatch, tmp_path, is_there):
+    """As pip installs it: the name of a package, and its files beside those of torch."""
+    package = tmp_path / "nvidia_cudnn_cu12-9.19.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: nvidia-cudnn-cu12\nVersion: 9.19.0\n")
+    if is_there:
+        (tmp_path / "nvidia/cudnn").mkdir(parents=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert settings._cudnn_of_pip() == (tmp_path / "nvidia/cudnn" if is_there else None)
 
 
 @pytest.mark.parametrize("found", ["0", "33", "many", "-1", ""])

@@ -1,5 +1,6 @@
 """The benchmarks of a GPU run on the CPU, small; rows of the loss's agree, what fails says so."""
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.support.scripts import script_module
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "gpu"
 
 
-SLOW = {"bench_attention", "bench_offload", "bench_rings"}
+SLOW = {"bench_attention", "bench_checkout", "bench_offload", "bench_rings"}
 ALL = sorted(path.stem for path in SCRIPTS.glob("bench_*.py"))
 
 
@@ -20,6 +21,8 @@ ALL = sorted(path.stem for path in SCRIPTS.glob("bench_*.py"))
     "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in ALL]
 )
 def test_a_small_run(name):
+    if name == "bench_checkout" and "MEGATRON_LM_PATH" not in os.environ:
+        pytest.skip("set MEGATRON_LM_PATH to a Megatron-LM checkout")
     done = run_script(SCRIPTS / f"{name}.py", "--device", "cpu", "--small")
     assert done.returncode == 0, done.stderr
     assert "CPU, 1 thread(s)" in done.stdout
@@ -77,6 +80,7 @@ def test_a_row_that_fails_says_so(bench):
     assert lines["broken"][0] == "RuntimeError: no such kernel"
     assert lines[bench.FUSION][0] == "no time left to compile it"
     assert lines[bench.MEGATRON][0] == "not there" and lines[bench.BOUND][2] == "-"
+    assert rows[1].peak_bytes is None, "of what it got before it failed"
 
 
 def test_a_failure_of_ours_is_an_error(bench):

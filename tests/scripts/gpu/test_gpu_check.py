@@ -100,7 +100,7 @@ def test_a_failed_part_is_told_and_the_others_run(one_check, monkeypatch):
     monkeypatch.setattr(done, "questions", lambda topic: check.Row(topic, "ok"))
     done.all_parts()
     names = [row.part for row in done.rows]
-    assert names[-2:] == ["picture", "lost rank"] and done.has_failed()
+    assert names[-3:] == ["picture", "bench_checkout", "lost rank"] and done.has_failed()
     asked = slice(names.index("doctor") + 1, names.index("tests"))
     assert names[asked] == list(check.TOPICS), "what only a GPU can settle comes first"
     summary = done.summary("a machine")
@@ -118,6 +118,7 @@ def test_some_parts_only(one_check, monkeypatch, part):
         "questions": {f"questions: {topic}" for topic in check.TOPICS},
         "tests": {"tests"},
         "benchmarks": {*check.BENCHMARKS, "trace of a step"},
+        "checkout": {"bench_checkout"},
         "lost-rank": {"lost rank"},
     }
     assert set(ran) & set().union(*kinds.values()) == kinds[part]
