@@ -115,8 +115,8 @@ class CheckedBatch:
         return {name: xxhash.xxh3_64(one.tobytes()).intdigest() for name, one in parts.items()}
 
     def per_sequence(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Values of all tokens, ``[tokens]``, sequence by sequence."""
-        return list(values.split(self.lengths.tolist()))
+        """Values of all tokens, ``[..., tokens]``, sequence by sequence."""
+        return list(values.split(self.lengths.tolist(), dim=-1))
 
     def _flat(self, name: str, given: Sequence[Any] | None) -> AnyArray | None:
         """Arrays ``[length]`` of finite numbers, one behind another."""

@@ -19,7 +19,8 @@ def kind_of(loss: Any) -> tuple[object, ...]:
     if loss is None:
         return ()
     function = getattr(loss, "function", loss)
-    return type(loss).__name__, name_of(function), getattr(loss, "temperature", None)
+    how = (getattr(loss, name, None) for name in ("temperature", "with_entropies"))
+    return type(loss).__name__, name_of(function), *how
 
 
 def require_loss(loss: object, divisor: object) -> None:

@@ -17,9 +17,10 @@ import torch
 
 Losses: TypeAlias = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 TokenFunction: TypeAlias = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], Losses]
-"""Of ``[n]`` log-probabilities or ``[n, h]`` hidden states, and of the batch's arrays by name,
-``[n, ...]`` each on the same device: losses ``[n]``, or their sum as a scalar. With them it may
-return figures by name, ``[n]`` or scalars, to be summed over the global batch and reported."""
+"""Of ``[n]`` log-probabilities (with entropies ``[n, 2]``) or ``[n, h]`` hidden states, and of the
+batch's arrays by name, ``[n, ...]`` each on the same device: losses ``[n]``, or their sum as a
+scalar. With them it may return figures by name, ``[n]`` or scalars, to be summed over the global
+batch and reported."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,29 @@ class FromLogProbs:
     float64. Every tensor-parallel rank of the last stage calls it and must make the same of it."""
     temperature: float = 1.0
     """What logits are divided by before the softmax, above 0."""
+    with_entropies: bool = False
+    """The function is given ``[n, 2]``: log-probabilities, and the entropies of the distributions
+    they are of, nats, by the same logits. Both may be learned from."""
+
+    @classmethod
+    def weighed(cls, temperature: float = 1.0, *, with_entropies: bool = False) -> FromLogProbs:
+        """The loss that `weights_of` gives weights for.
+
+        The batch holds them as ``arrays={"weights": weights}``, ``[length]`` of each sequence, with
+        entropies ``[length, 2]``. Without either, `TokenBatch.weights` and no loss do the same.
+        """
+        return cls(_weighed, temperature, with_entropies)
+
+
+def _weighed(found: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    weights = arrays.get("weights")
+    if weights is None or weights.shape != found.shape:
+        given = "none" if weights is None else f"[length{', 2' * (weights.dim() > 1)}]"
+        raise ValueError(
+            f"found the array 'weights' {given}, expected [length{', 2' * (found.dim() > 1)}] as "
+            "weights_of gives them"
+        )
+    return -(weights.to(found.dtype) * found).sum()
 
 
 @dataclass(frozen=True)
@@ -61,12 +85,14 @@ def weights_of(
     ``- d loss / d log_prob``. `HdpSession.log_probs` gives them, at the price of one more forward.
 
     Args:
-        loss: of the log-probabilities of each sequence, ``[length]``; to a scalar.
+        loss: of the log-probabilities of each sequence, ``[length]``, with entropies
+            ``[2, length]``; to a scalar.
         log_probs: as `HdpSession.log_probs` returns them.
 
     Returns:
-        The loss, and the weights for `TokenBatch.weights`, ``[length]`` each. Step with them and
-        ``divisor=1``: the gradient is the loss's, the loss that the step reports is not.
+        The loss, and the weights for `TokenBatch.weights`, ``[length]`` each; with entropies those
+        for `FromLogProbs.weighed`, ``[length, 2]``. Step with them and ``divisor=1``: the gradient
+        is the loss's, the loss that the step reports is not.
 
     Raises:
         ValueError: the loss is no scalar that depends on them.
@@ -80,7 +106,7 @@ def weights_of(
         )
     gradients = torch.autograd.grad(found, given, allow_unused=True)
     weights = [
-        torch.zeros_like(one) if gradient is None else -gradient
+        (torch.zeros_like(one) if gradient is None else -gradient).movedim(0, -1)
         for one, gradient in zip(given, gradients, strict=True)
     ]
     return float(found.detach()), weights

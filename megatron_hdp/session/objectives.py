@@ -70,25 +70,30 @@ class WeightedNll(_OfTokens):
 
 
 class LogProbs(_OfTokens):
-    """Keeps the tokens' log-probabilities; nothing to learn from."""
+    """Keeps the tokens' log-probabilities, and entropies; nothing to learn from."""
 
-    def __init__(self, batch: CheckedBatch, temperature: float) -> None:
+    def __init__(self, batch: CheckedBatch, temperature: float, with_entropies: bool) -> None:
         super().__init__(batch)
-        self._temperature = temperature
+        self._how = temperature, with_entropies
+        self._shape = (2,) * with_entropies + (len(batch.token_ids),)
         self._found: list[tuple[Int64Array, torch.Tensor]] = []
 
     def of(self, micro_batch: RankMicroBatch, tensors: Tensors, last: LastStage) -> torch.Tensor:
         """See `OwnLoss.of`."""
-        found = last.log_probs(tensors[_ROWS], tensors[_TARGETS], self._temperature)
+        found = last.log_probs(tensors[_ROWS], tensors[_TARGETS], *self._how)
         _, places = tokens_with_loss(self._batch, micro_batch, self.shift)
         self._found.append((places, found))
         return found.sum()
 
+    def none(self, dtype: torch.dtype) -> torch.Tensor:
+        """0 for all tokens of the batch, ``[tokens]``, with entropies ``[2, tokens]``."""
+        return torch.zeros(self._shape, dtype=dtype)
+
     def all(self, dtype: torch.dtype) -> torch.Tensor:
-        """Of all tokens of the batch, ``[tokens]``: this rank's, and 0 for others."""
-        found = torch.zeros(len(self._batch.token_ids), dtype=dtype)
+        """This rank's among `none`."""
+        found = self.none(dtype)
         for places, values in self._found:
-            found[torch.from_numpy(places)] = values.to("cpu", dtype)
+            found[..., torch.from_numpy(places)] = values.to("cpu", dtype)
         return found
 
 
@@ -113,13 +118,14 @@ class OwnFunction(_OfTokens):
         """See `OwnLoss.of`."""
         rows = tensors[_ROWS]
         if isinstance(self._loss, FromLogProbs):
-            given = last.log_probs(rows, tensors[_TARGETS], self._loss.temperature)
+            how = self._loss.temperature, self._loss.with_entropies
+            given = last.log_probs(rows, tensors[_TARGETS], *how)
         else:
             given = last.hidden(rows)
         if not len(rows) or self._failure is not None:  # a mean of nothing would be NaN
             return 0 * given.sum()
         try:
-            return self._of_function(given, tensors)
+            return self._of_function(given.T if _has_entropies(self._loss) else given, tensors)
         # others wait for this rank's part of the step: all learn of it behind the step
         except Exception as error:
             self._failure = error
@@ -181,6 +187,10 @@ class OwnFunction(_OfTokens):
                 f"{name_of(self._loss.function)} returned losses without a gradient, expected them "
                 f"to depend on the {what} that it was given: detach nothing of these"
             )
+
+
+def _has_entropies(loss: FromLogProbs | FromHidden) -> bool:
+    return isinstance(loss, FromLogProbs) and loss.with_entropies
 
 
 def name_of(function: TokenFunction) -> str:

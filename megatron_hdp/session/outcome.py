@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,19 @@ def require_finite_loss(
         f"the loss is {total}, expected a finite number: leave the optimizer's step out, look at "
         f"these sequences, or go back to earlier weights\n  {lines}"
     )
+
+
+@contextmanager
+def in_mode(chunks: Sequence[Any], *, training: bool) -> Iterator[None]:
+    """Within it the model is in training or in evaluation; routers add to the loss in training."""
+    were_training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.train(training)
+    try:
+        yield
+    finally:
+        for chunk, was_training in zip(chunks, were_training, strict=True):
+            chunk.train(was_training)
 
 
 def clear_gradients(chunks: Sequence[Any], parameters: Sequence[torch.nn.Parameter]) -> None:

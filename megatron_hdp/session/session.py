@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +42,7 @@ from megatron_hdp.session.outcome import (
     SessionReport,
     clear_gradients,
     finish_gradients,
+    in_mode,
     require_finite_loss,
     totals_of,
 )
@@ -351,6 +351,7 @@ class HdpSession:
         temperature: float = 1.0,
         dtype: torch.dtype = torch.float32,
         to: Literal["all", "first"] = "all",
+        with_entropies: bool = False,
         plan: Plan | None = None,
     ) -> list[torch.Tensor] | None:
         """Log-probabilities of a batch's tokens, each given those before it, in the batch's order.
@@ -363,11 +364,13 @@ class HdpSession:
             temperature: what logits are divided by before the softmax, above 0.
             dtype: of the result: float32 or float64.
             to: which ranks get the result: all of them, or the job's first.
+            with_entropies: of the distributions that the tokens were drawn from, too, in nats.
             plan: to run instead of the session's, for the same lengths.
 
         Returns:
-            One tensor a sequence, ``[length]`` nats, on the CPU; 0 for a sequence's first token and
-            for those outside the loss mask. None on ranks that were to get none.
+            One tensor a sequence, ``[length]`` nats, on the CPU, with entropies ``[2, length]``; 0
+            for a sequence's first token and for those outside the loss mask. None on ranks that
+            were to get none.
 
         Raises:
             ValueError: on every rank: a batch or a plan that cannot be run.
@@ -375,15 +378,14 @@ class HdpSession:
             NonFiniteError: one of them is NaN or infinite.
         """
         require = partial(require_result, temperature, dtype, to)
-        call = ("log_probs", temperature, str(dtype), to)
+        call = ("log_probs", temperature, str(dtype), to, with_entropies)
         checked, _, share = self._agreed(batch, plan, require, *call)
-        objective = LogProbs(checked, float(temperature))
+        objective = LogProbs(checked, float(temperature), with_entropies)
         micro_batches, outcome = self._run(checked, share, 1.0, objective, True)
         job = totals_of(outcome, self.place, False)
         require_finite_loss(job["loss"], micro_batches, outcome.losses)
-        found = torch.zeros(len(checked.token_ids), dtype=dtype)
-        if self.place.is_last_stage and self.place.tensor_rank == 0:
-            found = objective.all(dtype)
+        is_mine = self.place.is_last_stage and self.place.tensor_rank == 0
+        found = objective.all(dtype) if is_mine else objective.none(dtype)
         found = found.to(parallel.compute_device())
         if to == "all":
             dist.all_reduce(found)  # of every token one rank has more than 0
@@ -477,7 +479,7 @@ class HdpSession:
         micro_batches = tuple(
             read_micro_batch(share, slot, self._reader, checked) for slot in range(share.num_slots)
         )
-        with self._in_mode(training=not forward_only):
+        with in_mode(self.chunks, training=not forward_only):
             outcome = self._executor.run(
                 micro_batches,
                 divisor,
@@ -486,15 +488,3 @@ class HdpSession:
                 own_loss=objective,
             )
         return micro_batches, outcome
-
-    @contextmanager
-    def _in_mode(self, *, training: bool) -> Iterator[None]:
-        """Routers of experts add to the loss in training alone."""
-        were_training = [chunk.training for chunk in self.chunks]
-        for chunk in self.chunks:
-            chunk.train(training)
-        try:
-            yield
-        finally:
-            for chunk, was_training in zip(self.chunks, were_training, strict=True):
-                chunk.train(was_training)

@@ -108,12 +108,18 @@ def of_this_part_alone(figures, group):
     return WHOLE_VOCABULARY(figures, None)
 
 
+def this_part_alone(figures, group):
+    """The same for entropies."""
+    return ALL_PARTS(figures, None)
+
+
 def leave_alone(gradient):
     """Adds up nothing."""
 
 
 ARRAYS, TOKENS_WITH_LOSS = objectives.WeightedNll.arrays, objectives.tokens_with_loss
 WHOLE_VOCABULARY = log_probs.over_the_vocabulary
+ALL_PARTS = log_probs.of_all_parts
 GATHER = last_stage.gather_from_sequence_parallel_region
 OBJECTIVES, LAST_STAGE = "megatron_hdp.session.objectives", "megatron_hdp.megatron.model.last_stage"
 TENSOR_RANKS = LAYOUTS["tp2-sp"][1] | {"hdp_tokens_per_rank": 200}
@@ -151,6 +157,9 @@ FAULTS = {
         "megatron_hdp.runtime.loss.log_probs.over_the_vocabulary",
         of_this_part_alone,
         **TENSOR_RANKS,
+    ),
+    "entropies of a part of the vocabulary": planted(
+        "hot", "megatron_hdp.runtime.loss.log_probs.of_all_parts", this_part_alone, **TENSOR_RANKS
     ),
 }
 

@@ -56,6 +56,7 @@ def cases_of(batch):
     def of_loss(function):
         return of(loss=FromLogProbs(lambda log_probs, _: function(log_probs)))
 
+    weighed = FromLogProbs.weighed(with_entropies=True)
     roots = FromHidden(lambda h, _: (h.sum(-1) * 0).abs().sqrt())
     swapped = [batch.tokens[i] for i in here(0, [0, 1, 2], [1, 0, 2])]
 
@@ -90,6 +91,12 @@ def cases_of(batch):
             of(loss=FromLogProbs(clipped, 0)),
             value,
             "temperature 0, expect",
+        ),
+        "no weights": (of(loss=weighed), value, "'weights' none, expected [length, 2] as"),
+        "weights of log-probabilities alone": (
+            of(loss=weighed, arrays={"weights": batch.weights}),
+            value,
+            "'weights' [length], expected [length, 2] as",
         ),
         "a number among figures": (
             of_loss(lambda p: (p, {"clipped": 0.5})),

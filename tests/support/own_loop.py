@@ -64,18 +64,25 @@ def clipped(log_probs, arrays):
     return losses, {"clipped": ((ratio - 1).abs() > 0.2).double(), "ratio": ratio}
 
 
+def explored(found, arrays):
+    """The same with a bonus for entropy, by its own share of each token."""
+    losses, sums = clipped(found[:, 0], arrays)
+    return losses - 0.1 * (1 + arrays["advantage"].square()) * found[:, 1], sums
+
+
 def distilled(hidden, arrays):
     """Distance from a teacher's hidden states, summed by the function itself."""
     return (hidden - arrays["teacher"]).square().sum()
 
 
-def preferred(log_probs):
-    """Margins between pairs of sequences (DPO), and clipped ratios of whole ones (GSPO)."""
-    sums = torch.stack([one.sum() for one in log_probs])
+def preferred(found):
+    """Margins between pairs of sequences (DPO), clipped ratios of whole ones (GSPO), entropies."""
+    sums = torch.stack([one.sum() for one, _ in found])
     margins = 0.01 * (sums[[2, 4, 7]] - sums[[3, 5, 8]])
-    ratios = torch.stack([(one + 6).mean().exp() for one in log_probs])
+    ratios = torch.stack([(one + 6).mean().exp() for one, _ in found])
     clipped = torch.minimum(ratios, ratios.clamp(0.9, 1.5))
-    return clipped.sum() - torch.nn.functional.logsigmoid(margins).sum()
+    most = torch.stack([entropies.max() for _, entropies in found])
+    return clipped.sum() - torch.nn.functional.logsigmoid(margins).sum() - most.square().sum()
 
 
 class Values:
@@ -95,7 +102,9 @@ def loss_of(kind):
     if kind == "clipped":
         return FromLogProbs(clipped), len(LENGTHS)
     if kind == "hot":
-        return FromLogProbs(clipped, temperature=0.7), None
+        return FromLogProbs(explored, temperature=0.7, with_entropies=True), None
+    if kind == "preferred":
+        return FromLogProbs.weighed(0.8, with_entropies=True), 1
     if kind == "distilled":
         return FromHidden(distilled), None
     if kind == "values":
@@ -178,9 +187,10 @@ def step_of(session, batch, kind, seed):
     loss, divisor = loss_of(kind)
     plan, value = plan_of(session, batch, seed), None
     if kind == "preferred":
-        log_probs = session.log_probs(batch, dtype=torch.float64, plan=plan)
-        value, weights = weights_of(preferred, log_probs)
-        batch, divisor = replace(batch, weights=weights), 1
+        how = {"temperature": loss.temperature, "with_entropies": True}
+        both = session.log_probs(batch, dtype=torch.float64, plan=plan, **how)
+        value, weights = weights_of(preferred, both)
+        batch = replace(batch, arrays={"weights": weights})
     report = session.step(batch, loss, divisor=divisor, plan=plan)
     if seed is not None and session.arguments.hdp_offload != "off":
         assert report.offloaded_bytes
@@ -207,7 +217,8 @@ def errors_of(arguments, kinds, seeds=(None, 0), *faults, by_megatron=False):
             for seed in seeds:
                 if kind == "log-probs":
                     plan = plan_of(session, batch, seed)
-                    found[kind, seed] = session.log_probs(batch, dtype=torch.float64, plan=plan)
+                    how = {"dtype": torch.float64, "with_entropies": True, "plan": plan}
+                    found[kind, seed] = session.log_probs(batch, **how)
                 else:
                     found[kind, seed] = step_of(session, batch, kind, seed)
     parallel.finish()
@@ -232,12 +243,12 @@ def largest_difference(found, expected):
 
 
 def reference(arguments, batch, kind):
-    """Loss and gradients, or log-probabilities, from this rank alone, sequence by sequence."""
+    """Loss and gradients, or log-probabilities and entropies, from this rank alone, one by one."""
     gpt = gradients.stock_model(arguments)
     routers, hidden = gradients._watch_routers(gpt), []
     gpt.decoder.register_forward_hook(lambda *found: hidden.append(found[-1][:, 0]))
     loss, divisor = loss_of(kind)
-    total, num, log_probs = torch.zeros(()).double(), 0, []
+    total, num, of_sequences = torch.zeros(()).double(), 0, []
     of_routers = torch.zeros(()).double()
     for i, tokens in enumerate(map(torch.as_tensor, batch.tokens)):
         length, mask = len(tokens), torch.as_tensor(batch.loss_mask[i])
@@ -246,7 +257,11 @@ def reference(arguments, batch, kind):
         of_routers = of_routers + sum(gradients._router_loss(arguments, seen) for seen in routers)
         routers.clear()
         logits = logits / getattr(loss, "temperature", 1.0)
-        predicted = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        all_of_them = logits[:-1].log_softmax(-1)
+        predicted = all_of_them.gather(1, tokens[1:, None])[:, 0]
+        if kind in ("hot", "preferred", "log-probs"):
+            entropies = -(all_of_them.exp() * all_of_them).sum(-1)
+            predicted = torch.stack((predicted, entropies), dim=1)
         arrays = {name: torch.as_tensor(np.asarray(one[i])) for name, one in batch.arrays.items()}
         if kind in ("distilled", "values"):
             rows, given = mask, hidden.pop()[mask]
@@ -255,20 +270,20 @@ def reference(arguments, batch, kind):
             rows[0] = False
         num += int(rows.sum())
         arrays = {name: one[rows] for name, one in arrays.items()}
-        if loss is None:
+        if kind in ("preferred", "log-probs"):
+            whole = torch.zeros(length, 2).double().index_put((rows,), given)
+            of_sequences.append(whole.T)
+        elif loss is None:
             weights = torch.as_tensor(batch.weights[i])[rows]
             total = total - (weights * given).sum()
         else:
             losses = loss.function(given, arrays)
             losses = losses[0] if isinstance(losses, tuple) else losses
             total = total + losses.sum()
-        if rows[:1].any() or given.dim() > 1:
-            continue
-        log_probs.append(torch.zeros(length).double().index_put((rows,), given))
     if kind == "log-probs":
-        return [one.detach() for one in log_probs]
+        return [one.detach() for one in of_sequences]
     if kind == "preferred":
-        total, divisor = preferred(log_probs), 1
+        total = preferred(of_sequences)
     divisor = divisor or num
     names, parameters = zip(*global_parameters(gpt), strict=True)
     if kind == "values":

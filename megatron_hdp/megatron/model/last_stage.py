@@ -51,17 +51,24 @@ class LastStage:
         return chosen
 
     def log_probs(
-        self, rows: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0
+        self,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        temperature: float = 1.0,
+        with_entropies: bool = False,
     ) -> torch.Tensor:
-        """Log-probabilities ``[n]`` of token ids ``[n]``; see `linear_log_probs`.
+        """Log-probabilities ``[n]`` of token ids ``[n]``, ``[2, n]`` with entropies.
 
-        Logits are divided by the temperature.
+        See `linear_log_probs`. Logits are divided by the temperature.
         """
         hidden = self._for_vocabulary(rows)
         if temperature != 1.0:
             hidden = hidden / temperature
         weight, main_grad = self.take_weight()
-        return linear_log_probs(hidden, weight, labels, self._sharers(), main_grad=main_grad)
+        sharers = self._sharers()
+        return linear_log_probs(
+            hidden, weight, labels, sharers, main_grad=main_grad, with_entropies=with_entropies
+        )
 
     def weighted_nll(
         self,

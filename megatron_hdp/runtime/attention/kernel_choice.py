@@ -131,7 +131,8 @@ def _why_not_cudnn(utils: Any, choose: Callable[[], object]) -> str:
         said.append(record.getMessage())
         return False
 
-    known, logger = getattr(utils, "AttentionLogging", None), logging.getLogger(_LOGGER)
+    known: Any = getattr(utils, "AttentionLogging", None)
+    logger = logging.getLogger(_LOGGER)
     if not hasattr(known, "_log_level"):
         return "NVTE_DEBUG=1 and NVTE_DEBUG_LEVEL=2 make it say why"
     before, known._log_level = known._log_level, logging.DEBUG

@@ -217,15 +217,19 @@ def over_the_vocabulary(
     One all-gather instead of an all-reduce for the maximum and another for the sums: three numbers
     a token, and every rank adds them in the same order.
     """
-    size = 1 if group is None else dist.get_world_size(group)
-    everyone = figures[None]
-    if size > 1:
-        gathered = figures.new_empty(size * len(figures), figures.shape[1])
-        dist.all_gather_into_tensor(gathered, figures, group=group)
-        everyone = gathered.view(size, *figures.shape)
-    largest, sums, targets = everyone.unbind(1)
+    largest, sums, targets = of_all_parts(figures, group).unbind(1)
     top = largest.amax(0)
     return top + (sums * (largest - top).exp()).sum(0).log(), targets.sum(0)
+
+
+def of_all_parts(figures: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Figures ``[k, c]`` of each rank's part of the vocabulary, ``[ranks, k, c]``."""
+    size = 1 if group is None else dist.get_world_size(group)
+    if size == 1:
+        return figures[None]
+    gathered = figures.new_empty(size * len(figures), figures.shape[1])
+    dist.all_gather_into_tensor(gathered, figures, group=group)
+    return gathered.view(size, *figures.shape)
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
