@@ -56,6 +56,12 @@ COMMANDS = {
     "./scripts/test.sh smoke": NotHere("a selection of what ./scripts/test.sh runs"),
     "./scripts/test.sh all": NotHere("hours; the same script as without the word"),
     "./scripts/test.sh tests/planner -x": NotHere("the same script on some of the tests"),
+    "python -m pip install --no-build-isolation '.[verl]'": NotHere(
+        "needs verl; tests/verl/test_plugin.py reads the entry point that it installs"
+    ),
+    "export VERL_ENGINE_VENDOR=hdp": Elsewhere(
+        "tests/verl/test_engine.py::test_losses_and_gradients_are_those_of_one_rank", needs="slow"
+    ),
     "python -m pip install '.[plot,tensorboard]'": NotHere(
         "it would install over what is tested; scripts/_env.sh installs the same before CI's tests"
     ),

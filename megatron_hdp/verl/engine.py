@@ -1,0 +1,174 @@
+"""verl's Megatron engine of the vendor ``hdp``: a batch is planned over all ranks and run by HDP.
+
+Model, optimizer, checkpoints and the weights for rollouts stay verl's. What is replaced is one
+call, `forward_backward_batch`, and who has which data: every rank gets the whole batch, as one
+data-parallel rank would. A loss of verl's looks at whole sequences, of which no rank has all
+tokens. So log-probabilities are computed first, on all ranks; the loss is differentiated by them;
+and a step with these derivatives as weights has its gradient (`session.weights_of`). That is one
+more forward.
+
+Read against verl 0.9.1 (``workers/engine/megatron/transformer_impl.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.utils.py_functional import append_to_dict
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+from megatron_hdp.session import FromLogProbs, HdpSession, TokenBatch
+from megatron_hdp.verl.rows import Rows, require_known, temperature_of
+
+_PREFIX, _CAPACITY = "hdp_", "hdp_tokens_per_rank"
+_NONE = torch.tensor(1.0)  # verl's loss where there is no function
+
+
+@EngineRegistry.register("language_model", "megatron", device="cuda", vendor="hdp")
+class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no types
+    """Runs batches under HDP; an engine for forward passes alone, a reference, as verl does.
+
+    Options of HDP's are keys of ``override_transformer_config``, by their names in `HdpOptions`:
+    ``hdp_strategy: naive``. Unless ``hdp_tokens_per_rank`` is among them it is
+    ``max_token_len_per_gpu``. ``context_parallel_size`` is taken for 1: rings are HDP's.
+
+    Raises:
+        ValueError: a configuration that HDP does not know.
+    """
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
+        self.session: HdpSession | None = None
+        self._alone: dist.ProcessGroup | None = None
+        self._options: dict[str, Any] = {}
+        if not engine_config.forward_only:
+            self._options = _taken_over(engine_config)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _init_device_mesh(self) -> None:
+        super()._init_device_mesh()
+        if not self.engine_config.forward_only:
+            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    def initialize(self) -> None:
+        """Builds all that verl's does, then a session over the model."""
+        super().initialize()
+        if self.engine_config.forward_only:
+            return
+        capacity = self._options.pop(_CAPACITY)
+        self.session = HdpSession.of_model(
+            self.module,
+            vocab_size=self.model_config.hf_config.vocab_size,
+            seq_length=capacity * int(super().get_data_parallel_size()),
+            hdp_tokens_per_rank=capacity,
+            **self._options,
+        )
+
+    def get_data_parallel_size(self) -> int:
+        """1: every rank has the whole batch."""
+        return 1 if self._alone is not None else int(super().get_data_parallel_size())
+
+    def get_data_parallel_rank(self) -> int:
+        """0: every rank has the whole batch."""
+        return 0 if self._alone is not None else int(super().get_data_parallel_rank())
+
+    def get_data_parallel_group(self) -> Any:
+        """This rank alone, for what verl gathers over ranks with other data."""
+        return self._alone if self._alone is not None else super().get_data_parallel_group()
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """True on one rank: all have the same outputs."""
+        is_first = self._alone is None or super().get_data_parallel_rank() == 0
+        return bool(super().is_mp_src_rank_with_outputs() and is_first)
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Runs the whole batch; see verl's `BaseEngine`.
+
+        Args:
+            data: the same on all ranks: ``input_ids`` nested ``[sequences, length]`` and what the
+                loss wants.
+            loss_function: of verl's; None only with `forward_only`.
+            forward_only: leaves gradients alone.
+
+        Returns:
+            ``model_output`` (nested ``log_probs``, ``entropy`` where it is asked for, entry t about
+            token t + 1), ``loss`` and ``metrics``, on every rank.
+
+        Raises:
+            ValueError: on every rank: a batch that HDP does not know.
+        """
+        if self.session is None:
+            found_by_verl: dict[str, Any] = super().forward_backward_batch(
+                data, loss_function, forward_only
+            )
+            return found_by_verl
+        require_known(data)
+        rows, temperature = Rows.of(data), temperature_of(data)
+        both = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
+        found = self.session.log_probs(
+            TokenBatch(rows.tokens, loss_mask=rows.wanted),
+            temperature=temperature,
+            with_entropies=both,
+        )
+        assert found is not None  # to all ranks
+        learns = not forward_only
+        outputs, leaves = rows.nested(found, get_device_id(), requires_grad=learns)
+        loss, metrics = _NONE, {}
+        if loss_function is not None:
+            data = data.to(get_device_id())
+            mask = data["loss_mask"]
+            num_tokens = (mask.values() if mask.is_nested else mask).sum().item()
+            tu.assign_non_tensor(
+                data, batch_num_tokens=num_tokens, dp_size=1, num_micro_batch=1, sp_size=1
+            )
+            with torch.set_grad_enabled(learns):
+                loss, metrics = loss_function(
+                    model_output=outputs, data=data, dp_group=self.get_data_parallel_group()
+                )
+        if learns:
+            weights = rows.weights_of(loss, leaves)
+            self.session.step(
+                TokenBatch(rows.tokens, loss_mask=rows.wanted, arrays={"weights": weights}),
+                FromLogProbs.weighed(temperature, with_entropies=both),
+                divisor=1,
+            )
+        by_name: dict[str, Any] = {}
+        append_to_dict(by_name, metrics)
+        outputs = {name: one.detach() for name, one in outputs.items()}
+        return {"model_output": outputs, "loss": [loss.detach().item()], "metrics": by_name}
+
+
+def _taken_over(engine_config: Any) -> dict[str, Any]:
+    """HDP's options, which leave the configuration; what HDP needs of the others is set.
+
+    Raises:
+        ValueError: the configuration has no capacity, or what HDP does not know.
+    """
+    changed = dict(engine_config.override_transformer_config)
+    options = {key: changed.pop(key) for key in list(changed) if key.startswith(_PREFIX)}
+    options.setdefault(_CAPACITY, engine_config.max_token_len_per_gpu)
+    if not options[_CAPACITY]:
+        raise ValueError(
+            "found no max_token_len_per_gpu in the engine's configuration, expected the tokens "
+            "that a GPU can hold at a time: give it, or hdp_tokens_per_rank in "
+            "override_transformer_config"
+        )
+    for name in ("use_fused_kernels", "dynamic_context_parallel", "use_megatron_fsdp"):
+        if getattr(engine_config, name, False):
+            raise ValueError(f"found {name}, which HDP does not know: switch it off")
+    if engine_config.router_replay.mode != "disabled":
+        raise ValueError("found router_replay, which HDP does not know: set its mode to disabled")
+    changed["calculate_per_token_loss"] = True
+    for name, value in (("context_parallel_size", 1), ("override_transformer_config", changed)):
+        object.__setattr__(engine_config, name, value)  # verl's configurations are frozen
+    return options

@@ -1,0 +1,123 @@
+"""A batch of verl's as arrays of whole sequences, and what was found of them as verl's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from megatron_hdp.arrays import BoolArray, Int64Array
+
+_REFUSED = (
+    *("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared"),
+    "enable_routing_replay",
+)
+_NAMES = ("log_probs", "entropy")
+
+
+def require_known(data: TensorDict) -> None:
+    """Refuses a batch with what HDP does not know.
+
+    Raises:
+        ValueError: names it.
+    """
+    for name in _REFUSED:
+        if tu.get_non_tensor_data(data, key=name, default=False):
+            raise ValueError(f"found {name} in the batch, which HDP does not know: switch it off")
+    for name in ("multi_modal_inputs", "routed_experts"):
+        if data.get(name, None) is not None:
+            raise ValueError(f"found {name} in the batch, which HDP does not know: leave it out")
+    if not data["input_ids"].is_nested:
+        raise ValueError(
+            "found padded input_ids, expected nested ones: set use_remove_padding, or pad_mode to "
+            "no_padding"
+        )
+    positions = data.get("position_ids", None)
+    if positions is not None and positions.is_nested:
+        for number, one in enumerate(positions.unbind()):
+            if one.dim() != 1 or not torch.equal(one, torch.arange(len(one), device=one.device)):
+                raise ValueError(
+                    f"found positions of sequence {number} that are not 0, 1, 2 ..., which HDP "
+                    "does not know"
+                )
+
+
+def temperature_of(data: TensorDict) -> float:
+    """The temperature of a batch.
+
+    Raises:
+        ValueError: sequences have several.
+    """
+    given = data.get("temperature", None)
+    if not isinstance(given, torch.Tensor):  # one number for all
+        given = tu.get_non_tensor_data(data, key="temperature", default=1.0)
+    several = np.unique(torch.as_tensor(given, dtype=torch.float64).cpu().numpy())
+    if len(several) != 1:
+        raise ValueError(
+            f"found temperatures from {several[0]:g} to {several[-1]:g} in a batch, expected one: "
+            "HDP divides all logits of a batch by the same"
+        )
+    return float(several[0])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sequences, and which of their tokens verl looks at."""
+
+    tokens: list[Int64Array]
+    wanted: list[BoolArray]
+
+    @classmethod
+    def of(cls, data: TensorDict) -> Self:
+        """Of a batch: answers where it tells them from prompts, else all tokens."""
+        tokens = [one.cpu().numpy() for one in data["input_ids"].unbind()]
+        wanted = [np.ones(len(one), dtype=np.bool_) for one in tokens]
+        answers = data.get("responses", None)
+        if answers is not None and answers.is_nested:
+            lengths = answers.offsets().diff().tolist()
+            wanted = [
+                np.arange(len(one)) >= len(one) - n for one, n in zip(tokens, lengths, strict=True)
+            ]
+        return cls(tokens, wanted)
+
+    def nested(
+        self, found: Sequence[torch.Tensor], device: Any, *, requires_grad: bool
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """(verl's outputs by name, what they are made of, ``[tokens]`` each).
+
+        Args:
+            found: of each sequence ``[length]`` or ``[2, length]``, as `HdpSession.log_probs` gives
+                them: entry t is about token t. In verl's outputs it is about token t + 1.
+            device: of the outputs.
+            requires_grad: whether a loss is differentiated by what they are made of.
+        """
+        ahead = [torch.nn.functional.pad(one[..., 1:], (0, 1)) for one in found]
+        flat = torch.cat(ahead, dim=-1).reshape(-1, sum(map(len, self.tokens))).to(device)
+        leaves = [one.clone().requires_grad_(requires_grad) for one in flat]
+        ends = np.cumsum([0, *map(len, self.tokens)])
+        offsets = torch.as_tensor(ends, device=flat.device)
+        outputs = {
+            name: torch.nested.nested_tensor_from_jagged(one, offsets)
+            for name, one in zip(_NAMES, leaves, strict=False)
+        }
+        return outputs, leaves
+
+    def weights_of(self, loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What each token weighs in a step with the loss's gradient; see `session.weights_of`.
+
+        Returns:
+            ``[length]`` of each sequence, with entropies ``[length, 2]``; entry t about token t.
+        """
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        known = [
+            torch.zeros_like(leaf) if one is None else -one
+            for one, leaf in zip(gradients, leaves, strict=True)
+        ]
+        weights = known[0] if len(known) == 1 else torch.stack(known, dim=-1)
+        by_sequence = weights.cpu().split([len(one) for one in self.tokens])
+        return [torch.cat((torch.zeros_like(one[:1]), one[:-1])) for one in by_sequence]

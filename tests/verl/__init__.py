@@ -1,0 +1,1 @@
+"""verl itself, with the engine of the vendor hdp."""

@@ -1,0 +1,236 @@
+"""verl's own losses, tensors and optimizer over HDP's ranks, against transformers on one."""
+
+import importlib.util
+import os
+import types
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from tests.session.test_bridge import bridge_of
+
+HOW = (
+    "verl or Megatron-Bridge is not installed: pip install verl==0.9.1, and as said in "
+    "tests/session/test_bridge.py"
+)
+VOCABULARY, TEMPERATURE = 128, 0.9
+LENGTHS = ((200, 100), (30, 10), (500, 200), (100, 50), (1, 199), (60, 30))  # prompts, answers
+OVERRIDES = dict.fromkeys(
+    (
+        *("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion"),
+        *("bias_activation_fusion", "apply_rope_fusion", "persist_layer_norm"),
+    ),
+    False,
+) | {"use_cpu_initialization": True, "attention_backend": "local"}
+LOSSES = {  # settings of the actor; None: supervised
+    "sft": None,
+    "ppo": {"loss_agg_mode": "token-mean"},
+    "seq-mean": {"loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "entropy": {"loss_agg_mode": "seq-mean-token-sum", "entropy_coeff": 0.02},
+    "gspo": {"loss_agg_mode": "seq-mean-token-mean", "policy_loss": "gspo"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_losses_and_gradients_are_those_of_one_rank(run_ranks, tmp_path, monkeypatch):
+    """Also metrics, log-probabilities and entropies, in the batch's order."""
+    if None in map(importlib.util.find_spec, ("verl", "megatron.bridge")):
+        pytest.skip(HOW)
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "hdp")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    found = run_ranks(2, trained, str(tmp_path), timeout_s=600)
+    expected = by_transformers(str(tmp_path))
+    for of_rank in found:
+        assert max(of_rank["degrees"]) == 2 > min(of_rank["degrees"]), "rings, and ranks alone"
+        for name in LOSSES:
+            one, wanted = of_rank[name], expected[name]
+            assert one["loss"] == pytest.approx(wanted["loss"], rel=1e-5, abs=1e-6), name
+            assert one["norm"] == pytest.approx(wanted["norm"], rel=1e-4), name
+            assert one["metrics"].keys() == wanted["metrics"].keys()
+            for key, value in wanted["metrics"].items():
+                assert one["metrics"][key] == pytest.approx(value, rel=1e-3, abs=1e-4), (name, key)
+            for key in ("log_probs", "entropy"):
+                if key in wanted:
+                    assert np.abs(one[key] - wanted[key]).max() < 1e-4, (name, key)
+
+
+def batch_of(name):
+    """A TensorDict of verl's, the same wherever it is made."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.dataset.dataset_utils import DatasetPadMode
+
+    draw = np.random.default_rng(0)
+
+    def nested(rows):
+        return torch.nested.as_nested_tensor(list(map(torch.as_tensor, rows)), layout=torch.jagged)
+
+    whole = [draw.integers(0, VOCABULARY, sum(pair)) for pair in LENGTHS]
+    answers = [n for _, n in LENGTHS]
+    columns = {
+        "input_ids": nested(whole),
+        "position_ids": nested([np.arange(len(one)) for one in whole]),
+        "loss_mask": nested([(np.arange(p + n) >= p).astype(np.int64) for p, n in LENGTHS]),
+    }
+    if LOSSES[name] is not None:
+        columns |= {
+            "prompts": nested([one[:p] for one, (p, _) in zip(whole, LENGTHS, strict=True)]),
+            "responses": nested([one[p:] for one, (p, _) in zip(whole, LENGTHS, strict=True)]),
+            "response_mask": nested([np.ones(n, dtype=np.int64) for n in answers]),
+            "old_log_probs": nested([draw.normal(-4.8, 0.3, n).astype("f4") for n in answers]),
+            "ref_log_prob": nested([draw.normal(-4.8, 0.3, n).astype("f4") for n in answers]),
+            "advantages": nested([draw.normal(0, 1, n).astype("f4") for n in answers]),
+        }
+    data = TensorDict(columns, batch_size=[len(LENGTHS)])
+    tu.assign_non_tensor(
+        data,
+        temperature=TEMPERATURE,
+        calculate_entropy=name == "entropy",
+        pad_mode=DatasetPadMode.NO_PADDING,
+        global_batch_size=len(LENGTHS),
+    )
+    return data
+
+
+def loss_of(name):
+    """verl's own."""
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss, sft_loss
+
+    if LOSSES[name] is None:
+        return partial(sft_loss, None)
+    settings = dict(LOSSES[name])
+    policy = PolicyLossConfig(loss_mode=settings.pop("policy_loss", "vanilla"))
+    how = {"strategy": "megatron", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    return partial(ppo_loss, ActorConfig(**how, policy_loss=policy, **settings))
+
+
+def plain(metrics):
+    """Numbers of verl's metrics, each reduced as it says."""
+    from verl.utils.metric import Metric
+
+    found = {}
+    for name, one in metrics.items():
+        value = one.aggregate() if isinstance(one, Metric) else np.mean(one)
+        found[name] = float(value)
+    return found
+
+
+def trained(folder):
+    """Body of a rank: what verl's engine of the vendor hdp gives for each loss."""
+    engine = engine_of(folder)
+    assert type(engine).__name__ == "HdpEngine"
+    assert (engine.get_data_parallel_size(), engine.get_data_parallel_rank()) == (1, 0)
+    assert dist.get_world_size(engine.get_data_parallel_group()) == 1
+    found = {}
+    for name in LOSSES:
+        data = batch_of(name)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            out = engine.forward_backward_batch(data, loss_of(name), forward_only=False)
+            norm = engine.optimizer_step()
+        found[name] = {"loss": sum(out["loss"]), "norm": float(norm)}
+        found[name]["metrics"] = plain(out["metrics"])
+        for key, one in out["model_output"].items():
+            found[name][key] = one.values().numpy()
+        with engine.eval_mode():
+            again = engine.forward_backward_batch(data, None, forward_only=True)
+        for key, one in again["model_output"].items():
+            assert torch.equal(one.values(), out["model_output"][key].values())
+    tokens = [one.numpy() for one in batch_of("sft")["input_ids"].unbind()]
+    found["degrees"] = np.diff(engine.session.plan(tokens).rank_offsets).tolist()
+    names = [name for name, _ in engine.get_per_tensor_param()[0]]
+    assert "lm_head.weight" in names and len(names) == len(set(names))
+    return found
+
+
+def engine_of(folder):
+    """The engine that verl's registry gives, over a model that Bridge builds; weights stay."""
+    warnings.simplefilter("ignore")
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "megatron_hdp.verl"  # as the entry point does
+    _, layers = bridge_of()
+    on_cpu()
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.engine import EngineRegistry
+
+    model = HFModelConfig(path=folder, load_tokenizer=False)
+    object.__setattr__(model, "tokenizer", types.SimpleNamespace(pad_token_id=0))
+    engine = McoreEngineConfig(
+        **{f"{one}_parallel_size": 1 for one in ("tensor_model", "pipeline_model", "context")},
+        max_token_len_per_gpu=512,
+        override_transformer_config=OVERRIDES | {"transformer_layer_spec": layers},
+    )
+    object.__setattr__(engine, "dtype", "float32")
+    optimizer = McoreOptimizerConfig(lr=0.0, total_training_steps=10, lr_decay_steps=10)
+    made = EngineRegistry.new(
+        "language_model",
+        "megatron",
+        model_config=model,
+        engine_config=engine,
+        optimizer_config=optimizer,
+        checkpoint_config=CheckpointConfig(),
+    )
+    made.initialize()
+    return made
+
+
+def on_cpu():
+    """What verl asks of a GPU, on a machine without one."""
+    zero = lambda *given: 0  # noqa: E731
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "set_device"):
+        setattr(torch.cuda, name, zero)
+    for name in ("max_memory_reserved", "empty_cache", "synchronize", "reset_peak_memory_stats"):
+        setattr(torch.cuda, name, zero)
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.mem_get_info = lambda *given: (1, 2)
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.device_count = lambda: 1
+
+
+def by_transformers(folder):
+    """The same by verl's losses over transformers' model in float64."""
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.py_functional import append_to_dict
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    found = {}
+    for name in LOSSES:
+        data, outputs = batch_of(name), {"log_probs": [], "entropy": []}
+        for tokens in data["input_ids"].unbind():
+            logits = model(tokens[None]).logits[0, :-1] / TEMPERATURE
+            log_p = logits.log_softmax(-1)
+            wanted = log_p.gather(1, tokens[1:, None])[:, 0]
+            entropies = -(log_p.exp() * log_p).sum(-1)
+            for key, one in (("log_probs", wanted), ("entropy", entropies)):
+                outputs[key].append(torch.nn.functional.pad(one, (0, 1)))
+        if name != "entropy":
+            del outputs["entropy"]
+        ends = np.cumsum([0, *map(sum, LENGTHS)])
+        nested = {
+            key: torch.nested.nested_tensor_from_jagged(torch.cat(one), torch.as_tensor(ends))
+            for key, one in outputs.items()
+        }
+        num = data["loss_mask"].values().sum().item()
+        tu.assign_non_tensor(data, batch_num_tokens=num, dp_size=1, num_micro_batch=1)
+        loss, metrics = loss_of(name)(model_output=nested, data=data, dp_group=None)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        by_name = {}
+        append_to_dict(by_name, metrics)
+        norm = torch.stack([one.norm() for one in gradients]).norm().item()
+        found[name] = {"loss": loss.item(), "norm": norm, "metrics": plain(by_name)}
+        answers = np.concatenate([np.arange(p + n) >= p - 1 for p, n in LENGTHS])
+        answers[ends[1:] - 1] = False  # what comes behind a sequence
+        for key, one in nested.items():
+            values = one.detach().values().numpy()
+            found[name][key] = np.where(answers, values, 0) if name != "sft" else values
+    return found
