@@ -76,6 +76,7 @@ def get_attention_backend(attention_params=None):
     logger.setLevel(AttentionLogging._log_level)
     if not fused:
         logger.debug("Disabling FusedAttention due to NVTE_FUSED_ATTN=%s", 0)
+    logger.debug("Available backends = {FusedAttention=%s}", fused)
     return flash, "2.8.3" if flash else None, fused, 1 if fused else None, unfused, available
 
 

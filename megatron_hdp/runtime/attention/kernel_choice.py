@@ -143,7 +143,7 @@ def _why_not_cudnn(utils: Any, choose: Callable[[], object]) -> str:
         known._log_level = before
         logger.setLevel(before)
         logger.removeFilter(note)
-    reasons = [" ".join(one.split()) for one in said if "FusedAttention" in one.split(":")[0]]
+    reasons = [" ".join(one.split()) for one in said if one.startswith("Disabling FusedAttention")]
     return "; ".join(reasons)[:600] or "it does not say why"
 
 
