@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,8 +151,7 @@ class PatchSet:
                 "supported versions lists"
             )
         try:
-            for patch in self.of(version):
-                self._replace(patch)
+            self._replace(self.of(version))
         except BaseException:
             self._overrides.undo()
             raise
@@ -170,20 +169,30 @@ class PatchSet:
             )
         self._overrides.undo()
 
-    def _replace(self, patch: Patch) -> None:
-        owner = patch.owner()
-        original = inspect.getattr_static(owner, patch.name)
-        made = _calling(patch.replacement, _function_of(original))
-        # a method stays what it was: class methods and static methods are descriptors
-        value = type(original)(made) if isinstance(original, staticmethod | classmethod) else made
-        self._overrides.set(owner, patch.name, value)
-        if patch.owner_only or inspect.isclass(owner):
-            return
-        for module, name in _copies(original):
-            self._overrides.set(module, name, value)
-        left = [f"{module.__name__}.{name}" for module, name in _copies(original)]
-        if left:
-            raise PatchError(f"{patch.target}: {', '.join(left)} kept the original")
+    def _replace(self, patches: Sequence[Patch]) -> None:
+        owners = [patch.owner() for patch in patches]
+        originals = [
+            inspect.getattr_static(owner, patch.name)
+            for owner, patch in zip(owners, patches, strict=True)
+        ]
+        copied = {  # by identity: what modules may hold by value
+            id(original): patch.target
+            for owner, patch, original in zip(owners, patches, originals, strict=True)
+            if not patch.owner_only and not inspect.isclass(owner)
+        }
+        copies = list(_copies(copied))
+        for owner, patch, original in zip(owners, patches, originals, strict=True):
+            made = _calling(patch.replacement, _function_of(original))
+            # a method stays what it was: class methods and static methods are descriptors
+            is_descriptor = isinstance(original, staticmethod | classmethod)
+            value = type(original)(made) if is_descriptor else made
+            self._overrides.set(owner, patch.name, value)
+            if copied.get(id(original)) == patch.target:
+                for module, name, held in copies:
+                    if held is original and (module, name) != (owner, patch.name):
+                        self._overrides.set(module, name, value)
+        for module, name, held in _copies(copied):
+            raise PatchError(f"{copied[id(held)]}: {module.__name__}.{name} kept the original")
 
 
 def _calling(replacement: Function, original: Function) -> Function:
@@ -198,8 +207,11 @@ def _function_of(found: Any) -> Any:
     return found.__func__ if isinstance(found, staticmethod | classmethod) else found
 
 
-def _copies(function: Any) -> Iterator[tuple[Any, str]]:
-    """Modules, other than this package's, that hold the function under some name."""
+def _copies(functions: Collection[int]) -> Iterator[tuple[Any, str, Any]]:
+    """Modules, other than this package's, that hold one of the functions, given by identity.
+
+    Yields module, name and function. There are thousands of modules: one look serves all patches.
+    """
     for module_name, module in list(sys.modules.items()):
         if module is None or module_name.split(".")[0] == "megatron_hdp":
             continue
@@ -207,5 +219,5 @@ def _copies(function: Any) -> Iterator[tuple[Any, str]]:
         if not isinstance(names, dict):
             continue
         for name, value in list(names.items()):
-            if value is function:
-                yield module, name
+            if id(value) in functions:
+                yield module, name, value
