@@ -4,6 +4,7 @@ They are forked from the server of tests/support/ranks.py and meet at a port of 
 ranks that torchrun starts do; rank 0 holds the store. What a process writes goes to a file.
 """
 
+import gc
 import os
 import random
 import runpy
@@ -142,6 +143,7 @@ def _begin(written: Sequence[Path], environment: dict[str, str]) -> None:
     """Standard output and error go to files, from here on in one thread."""
     import torch
 
+    gc.freeze()  # as `ranks` does
     for descriptor, path in enumerate(written, start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)

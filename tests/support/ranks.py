@@ -6,6 +6,7 @@ never on a port.
 """
 
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -211,6 +212,7 @@ def _rank_main(
     timeout_s: float,
 ) -> None:
     """Body of a rank's process: set up, call, answer, leave without interpreter teardown."""
+    gc.freeze()  # collecting what the server has imported would copy its memory
     stacks_file = stacks.open("w")
     faulthandler.register(signal.SIGUSR2, file=stacks_file, all_threads=True)
     warnings.simplefilter("ignore")
