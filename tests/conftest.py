@@ -1,11 +1,12 @@
 """Fixtures for every test, which tests come first, and what this machine cannot run."""
 
+import gc
 import os
 import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import hypothesis
@@ -90,6 +91,7 @@ class SkippedLine:
 
     def pytest_unconfigure(self) -> None:
         """Writes the line behind pytest's own."""
+        gc.unfreeze()  # extensions tell of what is left at the end
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None or hasattr(self._config, "workeroutput"):
             return
@@ -106,9 +108,27 @@ def line_of(reasons: Counter[str], num_slow: int) -> str:
     return "not run: " + ("; ".join(parts) or "nothing")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports without collections of garbage; what was imported is left out of later ones."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Adds the last line; heeds signals that a shell turns off for what runs in the background."""
+    """Adds the last line; heeds signals that a shell turns off for what runs in the background.
+
+    Without slow tests Megatron's fused functions are compiled by none but
+    tests/megatron/step/test_compilation.py: preparing for it takes a quarter of Megatron's import.
+    """
     config.pluginmanager.register(SkippedLine(config), "skipped-line")
+    chosen = config.option.markexpr
+    if "not slow" in chosen and "slow" not in chosen.replace("not slow", ""):
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -41,11 +41,11 @@ def limit():
 @pytest.fixture
 def variants(monkeypatch, limit):
     """Counts compilations by function, with guards on indices like those of a GPU's compiler."""
-    found = Counter()
+    counted = Counter()
 
     def counting(name):
         def backend(graph, inputs):
-            found[name] += 1
+            counted[name] += 1
             sizes = [one.numel() for one in inputs if isinstance(one, torch.Tensor)]
             all(size < MANY_ELEMENTS for size in sizes)  # on symbolic sizes each is a guard
             return graph.forward
@@ -53,12 +53,14 @@ def variants(monkeypatch, limit):
         return backend
 
     torch._dynamo.reset()
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of the default suite
     for module, names in COMPILED.items():
         for name in names:
-            plain = getattr(module, name)._torchdynamo_orig_callable
+            found = getattr(module, name)
+            plain = getattr(found, "_torchdynamo_orig_callable", found)
             monkeypatch.setattr(module, name, torch.compile(plain, backend=counting(name)))
-    with DYNAMO.patch(fail_on_recompile_limit_hit=True):
-        yield found
+    with DYNAMO.patch(fail_on_recompile_limit_hit=True, disable=False):
+        yield counted
     torch._dynamo.reset()
 
 
@@ -91,7 +93,10 @@ def token_counts():
     return [generator.randint(2, 400) for _ in range(98)] + [400, 2]
 
 
-@pytest.mark.parametrize("bias", [None, torch.zeros(2 * WIDE, requires_grad=True)])
+@pytest.mark.parametrize(
+    "bias",
+    [pytest.param(None, marks=pytest.mark.slow), torch.zeros(2 * WIDE, requires_grad=True)],
+)
 def test_no_number_of_tokens_runs_uncompiled(variants, bias):
     allow_variants()
     for tokens in token_counts():
