@@ -29,6 +29,9 @@ PARTS = ["common", *PAPER_GPUS, "moe-30b"]
 SHIPPED = {
     f"{model}-{context}": gpus for model, gpus in ALL_GPUS.items() for context in CONTEXTS
 } | {"small-1gpu": 1, "tiny-cpu": 4}
+LONG = {  # seconds each, as their stages are compared; one context of each model is not
+    *(f"{model}-{context}" for model in ("llama-70b", "mistral-8x22b") for context in CONTEXTS)
+} - {"llama-70b-2m", "mistral-8x22b-1m"}
 
 SOUND = """
 num-layers: 8
@@ -99,7 +102,10 @@ def test_every_configuration_is_shipped():
     assert shipped == set(SHIPPED)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.slow if one in LONG else ()) for one in SHIPPED],
+)
 def test_a_shipped_configuration_is_sound_on_80_gb(name):
     model, _, context = name.rpartition("-")
     gpus = SHIPPED[name]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hdp.planner import CostModel, plan
+from tests.support.forked_python import forked_python
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "examples" / "quickstart"))
@@ -17,10 +18,10 @@ import capacity  # noqa: E402
 CONTEXT, CAPACITY = 8192, 2048  # of configs/tiny-cpu.yaml
 
 
-def run_quickstart(folder, *flags, **environment):
+def run_quickstart(folder, *flags, python=sys.executable, **environment):
     return subprocess.run(
         [ROOT / "scripts/quickstart.sh", *flags],
-        env=os.environ | {"PYTHON": sys.executable, "OUT": str(folder)} | environment,
+        env=os.environ | {"PYTHON": str(python), "OUT": str(folder)} | environment,
         cwd=folder,
         capture_output=True,
         text=True,
@@ -28,10 +29,11 @@ def run_quickstart(folder, *flags, **environment):
     )
 
 
-def trained(folder, num_ranks, num_steps):
+def trained(folder, num_ranks, num_steps, python=sys.executable):
     """What a quickstart with small steps prints and both of its runs' metrics."""
     environment = {"STEPS": str(num_steps), "NPROC": str(num_ranks)}
-    result = run_quickstart(folder, "--hdp-global-batch-tokens", "16384", **environment)
+    flags = ["--hdp-global-batch-tokens", "16384"]
+    result = run_quickstart(folder, *flags, python=python, **environment)
     assert result.returncode == 0, result.stdout + result.stderr
     runs = [(folder / name / "metrics.jsonl").read_text() for name in ("static", "hdp")]
     static, hdp = ([json.loads(line) for line in run.splitlines()] for run in runs)
@@ -43,9 +45,19 @@ def trained(folder, num_ranks, num_steps):
     return result.stdout, static, hdp
 
 
+@pytest.fixture(params=["forked", pytest.param("own", marks=pytest.mark.slow)])
+def python(request, tmp_path_factory):
+    """One that forks what is imported already, and the one that a user has."""
+    if request.param == "own":
+        yield sys.executable
+        return
+    with forked_python(tmp_path_factory.mktemp("python")) as program:
+        yield program
+
+
 @pytest.mark.timeout(600)
-def test_quickstart(tmp_path):
-    output, static, hdp = trained(tmp_path, num_ranks=2, num_steps=1)
+def test_quickstart(tmp_path, python):
+    output, static, hdp = trained(tmp_path, num_ranks=2, num_steps=1, python=python)
     for line in (
         "== ranks: 2 of 4096 tokens",
         "== profile: ",
@@ -61,12 +73,12 @@ def test_quickstart(tmp_path):
     assert CostModel.from_json(tmp_path / "cost-model.json").ranks_per_node == 2
     names = ["cost-model.json", "cost-model.report.json", "data", "hdp", "measured.png", "static"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    simulated_steps_are_those_of_the_run(tmp_path, static, hdp)
+    simulated_steps_are_those_of_the_run(python, tmp_path, static, hdp)
 
 
-def simulated_steps_are_those_of_the_run(folder, static, hdp):
+def simulated_steps_are_those_of_the_run(python, folder, static, hdp):
     """The same sequences on the same rings, so that times can be compared."""
-    script = [sys.executable, ROOT / "scripts/examples/quickstart/simulated.py", folder]
+    script = [python, ROOT / "scripts/examples/quickstart/simulated.py", folder]
     flags = ["--hdp-global-batch-tokens", "16384"]
     done = subprocess.run([*script, *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -105,9 +105,8 @@ CASES = {
     "plain-to-virtual": Case((4, STAGES), (4, CHUNKS), DEEP | SHARES),
     "virtual-to-one-rank": Case((4, CHUNKS), ALONE, DEEP),
     "virtual-bfloat16": Case((4, CHUNKS), (4, CHUNKS), DEEP | SHARDED | BFLOAT16, 2e-3),
-    "uneven-nothing": Case(
-        NOTHING, (4, split("E|t||t*3L", FOUR_STAGES)), DEEP | SHARES, quick=True
-    ),
+    "uneven-few-ranks": Case(EMPTY, (2, FIRST), DEEP | SHARES, quick=True),
+    "uneven-nothing": Case(NOTHING, (4, split("E|t||t*3L", FOUR_STAGES)), DEEP | SHARES),
     "uneven-to-virtual": Case(NOTHING, UNEVEN_CHUNKS, DEEP),
     "uneven-first-to-empty": Case((4, FIRST), EMPTY, DEEP | SHARES),
     "uneven-virtual-to-nothing": Case(UNEVEN_CHUNKS, NOTHING, DEEP | SHARES),

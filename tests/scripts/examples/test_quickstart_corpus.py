@@ -115,9 +115,20 @@ def test_a_file_is_read_in_the_encoding_that_it_declares(tmp_path):
     assert whole.endswith(function) and function == "def f(): return 'é'\n"
 
 
+@pytest.mark.slow
 def test_one_library_gives_one_corpus(tmp_path, whole_corpus):
     corpus.main(str(tmp_path / "again"))
     assert (tmp_path / "again").read_bytes() == whole_corpus.read_bytes()
+
+
+def test_some_files_give_one_corpus(tmp_path, monkeypatch):
+    files = corpus.source_files(Path(sysconfig.get_path("stdlib")))[:60]
+    monkeypatch.setattr(corpus, "source_files", lambda root: files)
+    found = []
+    for name in ("first", "again"):
+        corpus.main(str(tmp_path / name))
+        found.append((tmp_path / name).read_bytes())
+    assert found[0] == found[1] and found[0].count(b"\n") > 100
 
 
 def test_tests_and_installed_packages_are_left_out(tmp_path):
