@@ -54,7 +54,6 @@ def test_other_bytes_are_no_result(checkout):
     assert "wrote different .bin files" in done.stderr and "ratio" not in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.megatron_lm
 @pytest.mark.skipif(not CHECKOUT, reason="set MEGATRON_LM_PATH to a Megatron-LM checkout")
 def test_beside_megatrons_own_tool():
