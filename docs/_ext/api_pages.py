@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-EXTRAS = ("ray", "tensordict", "triton", "verl")  # what a module may import that is not installed everywhere
+EXTRAS = ("ray", "tensordict", "triton", "verl")  # a module may import them, not all are installed
 
 
 def write_pages(package: str, folder: Path) -> list[Path]:
