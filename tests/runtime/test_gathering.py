@@ -41,7 +41,7 @@ GROWING = {  # functions that hold something of every rank; see docs/benchmarks.
     "runtime/health/agreement.py require_agreement": 1,  # once they disagree: some words
     "runtime/health/attempt.py _answer_all": 1,  # at the start, on the first rank: 32 letters
     "runtime/health/store.py _read": 1,  # once one waits long, or looks at the first rank
-    "runtime/loss/fused_cross_entropy.py over_the_vocabulary": 1,  # tensor ranks
+    "runtime/loss/fused_cross_entropy.py of_all_parts": 1,  # tensor ranks
     "megatron/world/recovery.py share": 1,  # with --hdp-survive, at an epoch's start
     "megatron/world/surviving_shards.py _agreed_choice": 1,  # likewise
     "megatron/world/surviving_shards.py enter": 1,  # likewise
