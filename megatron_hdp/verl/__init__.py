@@ -12,7 +12,7 @@ import traceback
 if os.environ.get("VERL_ENGINE_VENDOR") == "hdp":
     try:
         from megatron_hdp.verl import engine  # noqa: F401  registers itself
-    except Exception:
+    except Exception:  # whatever it is, verl would swallow it
         traceback.print_exc()
         print(
             "megatron_hdp: found VERL_ENGINE_VENDOR=hdp, but its engine does not load (above), and "

@@ -12,7 +12,8 @@ Read against verl 0.9.1 (``workers/engine/megatron/transformer_impl.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +25,10 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from megatron_hdp.session import FromLogProbs, HdpSession, TokenBatch
+from megatron_hdp.session import FromLogProbs, HdpSession, TokenBatch, weights_of
 from megatron_hdp.verl.rows import Rows, require_known, temperature_of
 
 _PREFIX, _CAPACITY = "hdp_", "hdp_tokens_per_rank"
-_NONE = torch.tensor(1.0)  # verl's loss where there is no function
 
 
 @EngineRegistry.register("language_model", "megatron", device="cuda", vendor="hdp")
@@ -50,7 +50,7 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
         self._alone: dist.ProcessGroup | None = None
         self._options: dict[str, Any] = {}
         if not engine_config.forward_only:
-            self._options = _taken_over(engine_config)
+            engine_config, self._options = _taken_over(engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _init_device_mesh(self) -> None:
@@ -121,35 +121,38 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
             with_entropies=both,
         )
         assert found is not None  # to all ranks
-        learns = not forward_only
-        outputs, leaves = rows.nested(found, get_device_id(), requires_grad=learns)
-        loss, metrics = _NONE, {}
+        by_name: dict[str, Any] = {}
+        device, loss = get_device_id(), 1.0  # verl's loss where there is none
+        data = data.to(device)
+
+        def of_sequences(given: Sequence[torch.Tensor]) -> torch.Tensor:
+            how = {"data": data, "dp_group": self.get_data_parallel_group()}
+            assert loss_function is not None
+            value, metrics = loss_function(model_output=rows.nested(given, device), **how)
+            append_to_dict(by_name, metrics)
+            return value
+
         if loss_function is not None:
-            data = data.to(get_device_id())
             mask = data["loss_mask"]
             num_tokens = (mask.values() if mask.is_nested else mask).sum().item()
             tu.assign_non_tensor(
                 data, batch_num_tokens=num_tokens, dp_size=1, num_micro_batch=1, sp_size=1
             )
-            with torch.set_grad_enabled(learns):
-                loss, metrics = loss_function(
-                    model_output=outputs, data=data, dp_group=self.get_data_parallel_group()
-                )
-        if learns:
-            weights = rows.weights_of(loss, leaves)
+        if not forward_only:
+            loss, weights = weights_of(of_sequences, found)
             self.session.step(
                 TokenBatch(rows.tokens, loss_mask=rows.wanted, arrays={"weights": weights}),
                 FromLogProbs.weighed(temperature, with_entropies=both),
                 divisor=1,
             )
-        by_name: dict[str, Any] = {}
-        append_to_dict(by_name, metrics)
-        outputs = {name: one.detach() for name, one in outputs.items()}
-        return {"model_output": outputs, "loss": [loss.detach().item()], "metrics": by_name}
+        elif loss_function is not None:
+            loss = float(of_sequences(found))
+        outputs = rows.nested(found, device)
+        return {"model_output": outputs, "loss": [loss], "metrics": by_name}
 
 
-def _taken_over(engine_config: Any) -> dict[str, Any]:
-    """HDP's options, which leave the configuration; what HDP needs of the others is set.
+def _taken_over(engine_config: Any) -> tuple[Any, dict[str, Any]]:
+    """(a copy of the configuration as verl's engine needs it under HDP, HDP's own options).
 
     Raises:
         ValueError: the configuration has no capacity, or what HDP does not know.
@@ -169,6 +172,7 @@ def _taken_over(engine_config: Any) -> dict[str, Any]:
     if engine_config.router_replay.mode != "disabled":
         raise ValueError("found router_replay, which HDP does not know: set its mode to disabled")
     changed["calculate_per_token_loss"] = True
+    engine_config = copy.copy(engine_config)  # another engine may be made of the given one
     for name, value in (("context_parallel_size", 1), ("override_transformer_config", changed)):
         object.__setattr__(engine_config, name, value)  # verl's configurations are frozen
-    return options
+    return engine_config, options

@@ -85,39 +85,20 @@ class Rows:
             ]
         return cls(tokens, wanted)
 
-    def nested(
-        self, found: Sequence[torch.Tensor], device: Any, *, requires_grad: bool
-    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """(verl's outputs by name, what they are made of, ``[tokens]`` each).
+    def nested(self, found: Sequence[torch.Tensor], device: Any) -> dict[str, torch.Tensor]:
+        """Outputs by verl's names, made of log-probabilities, and entropies, of each sequence.
 
         Args:
-            found: of each sequence ``[length]`` or ``[2, length]``, as `HdpSession.log_probs` gives
-                them: entry t is about token t. In verl's outputs it is about token t + 1.
+            found: ``[length]`` or ``[2, length]``, as `HdpSession.log_probs` gives them: entry t is
+                about token t. In verl's outputs it is about token t + 1, and the last one is 0.
             device: of the outputs.
-            requires_grad: whether a loss is differentiated by what they are made of.
         """
         ahead = [torch.nn.functional.pad(one[..., 1:], (0, 1)) for one in found]
-        flat = torch.cat(ahead, dim=-1).reshape(-1, sum(map(len, self.tokens))).to(device)
-        leaves = [one.clone().requires_grad_(requires_grad) for one in flat]
-        ends = np.cumsum([0, *map(len, self.tokens)])
-        offsets = torch.as_tensor(ends, device=flat.device)
-        outputs = {
+        flat = torch.cat(ahead, dim=-1).to(device)
+        lengths = [len(one) for one in self.tokens]
+        offsets = torch.tensor([0, *lengths], device=flat.device).cumsum(0)
+        kinds = flat.reshape(-1, sum(lengths))
+        return {
             name: torch.nested.nested_tensor_from_jagged(one, offsets)
-            for name, one in zip(_NAMES, leaves, strict=False)
+            for name, one in zip(_NAMES, kinds, strict=False)
         }
-        return outputs, leaves
-
-    def weights_of(self, loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What each token weighs in a step with the loss's gradient; see `session.weights_of`.
-
-        Returns:
-            ``[length]`` of each sequence, with entropies ``[length, 2]``; entry t about token t.
-        """
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-        known = [
-            torch.zeros_like(leaf) if one is None else -one
-            for one, leaf in zip(gradients, leaves, strict=True)
-        ]
-        weights = known[0] if len(known) == 1 else torch.stack(known, dim=-1)
-        by_sequence = weights.cpu().split([len(one) for one in self.tokens])
-        return [torch.cat((torch.zeros_like(one[:1]), one[:-1])) for one in by_sequence]

@@ -238,6 +238,7 @@ def measure(rows: Sequence[Row], case: Case, budget: Budget, rounds: int) -> Non
             row.problem = row.problem or "no time left to compile it"
         if row.problem is None:
             run_once(row, case)
+        if row.problem is None:
             peak_bytes = _peak_bytes(row, case)
             row.peak_bytes = peak_bytes if row.problem is None else None
     for _ in range(rounds):

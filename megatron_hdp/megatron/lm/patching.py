@@ -191,7 +191,8 @@ class PatchSet:
                 for module, name, held in copies:
                     if held is original and (module, name) != (owner, patch.name):
                         self._overrides.set(module, name, value)
-        for module, name, held in _copies(copied):
+        if left := next(_copies(copied), None):
+            module, name, held = left
             raise PatchError(f"{copied[id(held)]}: {module.__name__}.{name} kept the original")
 
 

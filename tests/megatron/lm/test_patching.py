@@ -56,6 +56,23 @@ def library() -> Iterator[types.ModuleType]:
         del sys.modules[name]
 
 
+class Stubborn(types.ModuleType):
+    """A module whose names cannot be set anew."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in vars(self):
+            super().__setattr__(name, value)
+
+
+def test_a_copy_that_stays_is_an_error_and_nothing_is_replaced(library):
+    add, subtract = library.add, library.subtract
+    sys.modules["fake_user"] = stubborn = Stubborn("fake_user")
+    stubborn.minus = subtract  # type: ignore[attr-defined]
+    with pytest.raises(PatchError, match=r"fake_library:subtract: fake_user.minus kept the orig"):
+        patch_set("add", "subtract").apply(RELEASE)
+    assert (library.add, library.subtract) == (add, subtract)
+
+
 def test_a_copy_is_replaced_too_and_all_is_as_before_after_reverting(library):
     user, originals = sys.modules["fake_user"], (library.add, library.subtract)
     patches = patch_set("add", "subtract")
