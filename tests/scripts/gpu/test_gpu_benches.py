@@ -71,16 +71,19 @@ def test_a_row_that_fails_says_so(bench):
     def broken(case):
         raise RuntimeError("no such\nkernel")
 
+    calls = iter((lambda case: (case.hidden @ case.weight).sum(), out_of_memory))
     rows = [bench.Row(bench.BOUND, lambda case: (case.hidden @ case.weight).sum())]
     rows += [bench.Row("big", out_of_memory), bench.Row("broken", broken)]
     rows += [bench.Row(bench.FUSION, broken), bench.Row(bench.MEGATRON, None, problem="not there")]
+    rows.append(bench.Row("late", lambda case: next(calls)(case)))
     bench.measure(rows, tiny_case(bench), bench.Budget(0), 1)
     lines = {line[0]: line[1:] for line in bench.cells(rows, 2)}
     assert lines["big"][0] == "out of memory"
     assert lines["broken"][0] == "RuntimeError: no such kernel"
     assert lines[bench.FUSION][0] == "no time left to compile it"
     assert lines[bench.MEGATRON][0] == "not there" and lines[bench.BOUND][2] == "-"
-    assert rows[1].peak_bytes is None, "of what it got before it failed"
+    assert lines["late"][0] == "out of memory"
+    assert rows[1].peak_bytes is rows[-1].peak_bytes is None, "of what they got before they failed"
 
 
 def test_a_failure_of_ours_is_an_error(bench):
