@@ -241,7 +241,9 @@ class Coordinator:
             self._tell(keys.OVER)
 
     def _tell(self, word: bytes) -> None:
-        self.store.set(keys.news(self._epoch.number, self._num_news), word)
+        epoch = self._epoch
+        found = [keys.news(epoch.number, one, self._num_news) for one in epoch.members]
+        self.store.multi_set(found, [word] * len(found))
         self._num_news += 1
 
     def _name(

@@ -40,10 +40,14 @@ class Job:
         return Epoch.from_json(self.store.get(keys.members(number)))
 
     def news(self, epoch):
-        found = []
-        while self.store.check([keys.news(epoch, len(found))]):
-            found.append(self.store.get(keys.news(epoch, len(found))))
-        return found
+        """What all members of an epoch were told."""
+        told = {one: [] for one in self.epoch(epoch).members}
+        for one, found in told.items():
+            while self.store.check([keys.news(epoch, one, len(found))]):
+                found.append(self.store.get(keys.news(epoch, one, len(found))))
+        first, *others = told.values()
+        assert all(found == first for found in others)
+        return first
 
     def get_ready(self, *members):
         for one in members:

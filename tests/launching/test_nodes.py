@@ -115,7 +115,7 @@ class Job:
         self.leave(behind)
 
     def leave(self, epoch):
-        self.until(lambda: self.store.check([keys.news(epoch, 0)]))
+        self.until(lambda: self.store.check([keys.news(epoch, self.members(epoch)[0], 0)]))
         for one in self.members(epoch):
             self.store.set(keys.vote(epoch, one), json.dumps({}))
 

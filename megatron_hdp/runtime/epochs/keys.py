@@ -2,7 +2,8 @@
 
 - ``terms`` (by a rank): under which terms the job survives (`Terms`); before, a death ends it
 - ``members/E`` (by the agent): the members of epoch E (`Epoch`), once
-- ``news/E/0``, ``news/E/1`` (by the agent): ``join``: leave behind the step; ``over``: at once
+- ``news/E/M/0``, ``news/E/M/1`` (by the agent, to member M): ``join``: leave behind the step;
+  ``over``: at once; (by member M, to itself): ``end``: listen no more
 - ``over/E`` (by the agent): epoch E is over
 - ``vote/E/M`` (by member M): what it has done when it left epoch E
 - ``slow/E`` (by the first rank of epoch E): members that are too slow, with their speeds
@@ -28,7 +29,7 @@ HOST = "MEGATRON_HDP_HOST"
 """And for its host's name, to be told apart from others by."""
 NODE_TIMEOUT = "MEGATRON_HDP_NODE_TIMEOUT"
 """And for the seconds after which a silent node is lost, where there is more than one."""
-JOIN, OVER = b"join", b"over"
+JOIN, OVER, END = b"join", b"over", b"end"
 TERMS = "terms"
 
 
@@ -87,9 +88,9 @@ def members(epoch: int) -> str:
     return f"members/{epoch}"
 
 
-def news(epoch: int, number: int) -> str:
-    """Where the agent's next word to an epoch stands."""
-    return f"news/{epoch}/{number}"
+def news(epoch: int, member: int, number: int) -> str:
+    """Where the next word to a member of an epoch stands."""
+    return f"news/{epoch}/{member}/{number}"
 
 
 def over(epoch: int) -> str:

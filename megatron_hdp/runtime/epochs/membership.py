@@ -71,6 +71,7 @@ class Membership:
         self._before_breaking: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
+        self._awaits: str | None = None
         self._ends = False
         self._thread = threading.Thread(target=self._listen, name="epochs", daemon=True)
         self._thread.start()
@@ -184,8 +185,16 @@ class Membership:
         return found
 
     def close(self) -> None:
-        """Listens no more."""
+        """Listens no more.
+
+        The thread has ended by then: one that came out of its wait while the interpreter ends would
+        abort the process.
+        """
         self._ends = True
+        if self._awaits is not None:
+            with suppress(dist.DistError):  # the agent is gone, and so is its wait
+                self._store.set(self._awaits, keys.END)
+        self._thread.join(self._timeout_s)
 
     def _connect(self) -> dist.TCPStore:
         host, port = self._address
@@ -224,8 +233,10 @@ class Membership:
                 continue
             if heard[0] != epoch.number:
                 heard = epoch.number, 0
+            self._awaits = key = keys.news(epoch.number, self.member, heard[1])
+            if self._ends:
+                return  # `close` may have looked before
             try:
-                key = keys.news(*heard)
                 self._ear.wait([key], _LISTEN)
                 word = self._ear.get(key)
             except dist.DistNetworkError:
@@ -238,7 +249,7 @@ class Membership:
 
     def _hear(self, epoch: Epoch, word: bytes) -> None:
         with self._lock:
-            if self._epoch is not epoch:
+            if self._epoch is not epoch or word == keys.END:
                 return  # it has left meanwhile
             if word == keys.JOIN:
                 self.leaves_next = True

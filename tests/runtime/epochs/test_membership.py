@@ -1,6 +1,9 @@
 """A process in its job: it hears who is in, and its waits end with the epoch."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -34,12 +37,12 @@ def test_waits_are_broken_until_the_epoch_is_left(store):
     epoch = name(store, 0, (0, 1))
     assert member.first() == epoch
     member.enter(epoch, lambda: calm.append(1))
-    store.set(keys.news(0, 0), keys.JOIN)
+    store.set(keys.news(0, 0, 0), keys.JOIN)
     deadline = time.monotonic() + 20
     while not member.leaves_next:
         assert time.monotonic() < deadline
     assert not member.is_over.is_set()
-    store.set(keys.news(0, 1), keys.OVER)
+    store.set(keys.news(0, 0, 1), keys.OVER)
     assert member.is_over.wait(20)
     while len(broken) < 3:  # what the main thread begins to connect meanwhile, too
         assert time.monotonic() < deadline
@@ -79,3 +82,32 @@ def test_a_vote_of_one_that_died_behind_it_counts(store):
     thread.join(20)
     assert found == [(last, {0: {"step": 3}, 1: {"step": 4}})]
     member.close()
+
+
+ENDS = """
+import builtins, sys, time
+from megatron_hdp.runtime.epochs import Membership, keys
+
+class Late:  # goes when the interpreter does
+    def __init__(self, store):
+        self.tell = lambda key=keys.news(0, 0, 0): (store.set(key, keys.JOIN), time.sleep(0.5))
+
+    def __del__(self):
+        self.tell()
+
+member = Membership(("127.0.0.1", int(sys.argv[1])), 0, 30.0, lambda: None)
+builtins.late = Late(member.enter(member.first(), lambda: None).underlying_store)
+time.sleep(0.2)  # it listens
+member.close()
+"""
+
+
+def test_news_while_a_member_ends_does_no_harm(store):
+    """A joiner may get ready just when a member has done all its steps."""
+    name(store, 0, (0,))
+    command = [sys.executable, "-c", ENDS, str(store.port)]
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": "."}
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert store.get(keys.news(0, 0, 0)) == keys.JOIN
