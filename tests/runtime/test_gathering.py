@@ -16,6 +16,8 @@ GATHERING = {
     *("gathered", "gathered_on_first", "multi_get"),
 }
 GROWING = {  # functions that hold something of every rank; see docs/benchmarks.md
+    "bridge/loop.py forward_backward": 1,  # in Bridge's loop: a batch's tokens, 8 bytes each
+    "bridge/rows.py _of_all": 2,  # the same, and how many there are
     "megatron/checkpoint/together.py on_every_rank": 1,  # on the first rank: files' sums
     "megatron/cpu/stand_in.py all_gather": 2,  # Megatron's, of one group
     "megatron/finite.py non_finite": 1,  # once something is NaN: four names

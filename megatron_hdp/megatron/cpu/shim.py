@@ -33,8 +33,8 @@ from megatron_hdp.overrides import Overrides
 REDIRECTS = {
     "torch factories inside megatron.*": "device='cuda' becomes the CPU, pin_memory is dropped",
     "torch.cuda inside megatron.*": "devices, streams, events, RNG, nvtx answer for the CPU",
-    "torch.cuda inside megatron.training.*": "says besides that there is one device, as Megatron's "
-    "training loop refuses to start without",
+    "torch.cuda inside megatron.training.*, megatron.bridge.training.*": "says besides that there "
+    "is one device, as training loops refuse to start without",
     "megatron.legacy.fused_kernels.load": "compiles no CUDA kernels",
     "torch.distributed.barrier inside megatron.*": "device_ids is dropped (gloo knows none)",
     "torch.distributed.all_to_all_single inside megatron.*": "split sizes become integers",
@@ -52,7 +52,7 @@ REDIRECTS = {
 _RNG_MODULE = "megatron.core.tensor_parallel.random"
 _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 _FUSED_KERNELS = "megatron.legacy.fused_kernels"
-_TRAINING = "megatron.training"
+_TRAININGS = ("megatron.training", "megatron.bridge.training")
 _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
 
 
@@ -83,7 +83,7 @@ class _Shim(importlib.abc.MetaPathFinder):
         names = vars(module)
         name = names.get("__name__", "")
         if names.get("torch") is torch:
-            in_training = name == _TRAINING or name.startswith(_TRAINING + ".")
+            in_training = any(f"{name}.".startswith(f"{one}.") for one in _TRAININGS)
             self.replace(module, "torch", self._torch_of_training if in_training else self._torch)
         if name == _FUSED_KERNELS:
             self.replace_in(module, "load", nothing)

@@ -99,9 +99,12 @@ class Patch:
 class PatchSet:
     """Patches that go in and out together."""
 
-    def __init__(self, patches: Sequence[Patch], tested: Sequence[str]) -> None:
+    def __init__(
+        self, patches: Sequence[Patch], tested: Sequence[str], package: str = "megatron-core"
+    ) -> None:
         self.patches = tuple(patches)  # of all releases
-        self.tested = tuple(tested)  # versions of megatron-core with which they were run
+        self.tested = tuple(tested)  # versions of the package with which they were run
+        self.package = package
         self._overrides = Overrides()
 
     @property
@@ -118,8 +121,8 @@ class PatchSet:
         releases = releases_of(self.tested)
         if release_of(version) not in releases:
             return (
-                f"found megatron-core {version}, expected a version of {', '.join(releases)}: "
-                f"pip install 'megatron-core~={self.tested[-1]}', or git checkout a tag of theirs"
+                f"found {self.package} {version}, expected a version of {', '.join(releases)}: "
+                f"pip install '{self.package}~={self.tested[-1]}', or git checkout a tag of theirs"
             )
         if missing := sorted({p for patch in self.of(version) if (p := patch.missing_package())}):
             names = " ".join(missing)
@@ -155,7 +158,7 @@ class PatchSet:
         except BaseException:
             self._overrides.undo()
             raise
-        return untested(version, self.tested)
+        return untested(version, self.tested, self.package)
 
     def revert(self) -> None:
         """Puts every original back; does nothing when nothing is applied.

@@ -37,13 +37,15 @@ def releases_of(versions: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(release_of, versions)))
 
 
-def untested(version: str, tested: Sequence[str] = TESTED) -> str | None:
+def untested(
+    version: str, tested: Sequence[str] = TESTED, package: str = "megatron-core"
+) -> str | None:
     """A note if a version was not tested; None if it was."""
     if version in tested:
         return None
     same = [one for one in tested if release_of(one) == release_of(version)]
     return (
-        f"megatron-core {version} was not tested, only {', '.join(same or tested)}: whether it "
+        f"{package} {version} was not tested, only {', '.join(same or tested)}: whether it "
         "fits is decided by the parameters of its functions"
     )
 

@@ -1,0 +1,59 @@
+"""What Megatron-Bridge can be told to do and HDP does not know under it, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_STEP = ("megatron.bridge.training.gpt_step", "forward_step")
+_UNSUPPORTED = {  # where it stands: values that HDP knows, what to do
+    "model.context_parallel_size": ((1,), "set 1: rings are HDP's"),
+    "model.calculate_per_token_loss": ((True,), "set True: a step has one divisor"),
+    "model.tensor_model_parallel_size": ((1,), "set 1, or use HdpSession in a loop of your own"),
+    "model.pipeline_model_parallel_size": ((1,), "set 1, or use HdpSession in a loop of your own"),
+    "model.num_moe_experts": ((None,), "use HdpSession in a loop of your own"),
+    "model.mtp_num_layers": ((None, 0), "use HdpSession in a loop of your own"),
+    "model.cuda_graph_impl": (("none", None), "set none"),
+    "model.fp16": ((False,), "use bf16"),
+    "model.fp8": ((None, False), "use bf16"),
+    "model.fp4": ((None, False), "use bf16"),
+    "model.qk_clip": ((False, None), "leave it out"),
+    "ddp.overlap_param_gather": ((False,), "set False, also in comm_overlap"),
+    "ddp.use_megatron_fsdp": ((False,), "use Megatron's DDP"),
+    "dist.use_megatron_fsdp": ((False,), "use Megatron's DDP"),
+    "dist.use_torch_fsdp2": ((False,), "use Megatron's DDP"),
+    "dist.use_decentralized_pg": ((False,), "set False"),
+    "rerun_state_machine.check_for_spiky_loss": ((False,), "set False"),
+    "peft": ((None,), "train all weights"),
+}
+
+
+def require_known(config: Any, forward_step: Any) -> None:
+    """Refuses a configuration, or a step of the user's own, that would not run as it says.
+
+    Args:
+        config: Bridge's ``ConfigContainer``, after its own checks.
+        forward_step: given to Bridge's loop, plain or as a ``functools.partial``.
+
+    Raises:
+        ValueError: names all that was found.
+    """
+    found = list(_found(config, forward_step))
+    if found:
+        raise ValueError("HDP does not know what Bridge is told:\n  " + "\n  ".join(found))
+
+
+def _found(config: Any, forward_step: Any) -> Iterator[str]:
+    step = getattr(forward_step, "func", forward_step)
+    name = (getattr(step, "__module__", ""), getattr(step, "__qualname__", type(step).__name__))
+    if name != _STEP:
+        yield (
+            f"found the forward step {'.'.join(name)}, expected {'.'.join(_STEP)}: HDP does not "
+            "call it, so a loss of your own would be left out; use HdpSession for that"
+        )
+    for path, (known, remedy) in _UNSUPPORTED.items():
+        value = config
+        for part in path.split("."):
+            value = getattr(value, part, known[0])
+        if value not in known:
+            yield f"found {path} = {value}, expected {known[0]}: {remedy}"

@@ -1,0 +1,1 @@
+"""Megatron-Bridge's own training loop under HDP."""

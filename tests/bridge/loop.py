@@ -1,0 +1,183 @@
+"""Megatron-Bridge's real training loop on CPUs: its imports, a configuration, sequences."""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import json
+import logging
+import sys
+import types
+import warnings
+
+import numpy as np
+import torch
+
+from tests.session.test_bridge import ON_CPU, bridge_of
+
+HOW = (
+    "Megatron-Bridge's loop is not installed: as said in tests/session/test_bridge.py, and with "
+    "--no-deps nvidia-modelopt==0.47.0 transformers==5.10.2 tokenizers==0.22.2 huggingface-hub<2 "
+    "datasets dill multiprocess pandas scipy pulp"
+)
+ABSENT = ("nvidia_resiliency_ext", "megatron.energon")
+"""What Bridge's loop imports besides TransformerEngine, and these runs do not use."""
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds packages that are not there: any name in them is an empty class."""
+
+    def find_spec(self, name, path=None, target=None):
+        if not any(f"{name}.".startswith(f"{one}.") for one in ABSENT):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return types.ModuleType(spec.name)
+
+    def exec_module(self, module):
+        def made(name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            names = {"__class_getitem__": classmethod(lambda cls, item: cls)}
+            names["__init__"] = lambda self, *given, **named: None
+            found = vars(module)[name] = type(name, (), names)
+            return found
+
+        module.__getattr__ = made
+
+
+@contextlib.contextmanager
+def absent():
+    """Within it Bridge's loop can be imported."""
+    finder = Absent()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def loop():
+    """Bridge's `pretrain` and the forward step of its GPTs."""
+    warnings.simplefilter("ignore")
+    bridge_of()
+    with absent():
+        from megatron.bridge.training import initialize
+        from megatron.bridge.training.gpt_step import forward_step
+        from megatron.bridge.training.pretrain import pretrain
+    initialize.compile_helpers = lambda: None  # C++ of pretraining data, of which there are none
+    logging.disable(logging.INFO)
+    return pretrain, forward_step
+
+
+VOCABULARY, LONGEST, SAMPLES = 128, 512, 4
+
+
+def write_rows(folder):
+    """Questions and answers of mixed lengths, made of numbers, and a tokenizer that knows these."""
+    import tokenizers
+    import transformers
+
+    ids = {**{str(one): one for one in range(VOCABULARY - 2)}, "<unk>": 126, "<eos>": 127}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": "<eos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    made.save_pretrained(folder)
+    draw = np.random.default_rng(5)
+
+    def text(most):
+        num = int(min(most, 4 + draw.lognormal(3, 1.2)))
+        return " ".join(map(str, draw.integers(1, VOCABULARY - 2, num)))
+
+    for split, num in (("training", 40), ("validation", 8)):
+        rows = [json.dumps({"input": text(200), "output": text(300)}) for _ in range(num)]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def configuration(
+    folder, *, steps, save=None, load=None, packed=False, save_interval=None, **model
+):
+    """Bridge's, for a LLaMA of two layers on CPUs; `model` changes its provider."""
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+    from megatron.bridge.training import config as of
+    from megatron.bridge.training.tokenizers.config import TokenizerConfig
+
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
+    how = {"normalization": "RMSNorm", "position_embedding_type": "rope", "hidden_dropout": 0.0}
+    provider = GPTModelProvider(
+        **{
+            **ON_CPU,
+            **sizes,
+            **how,
+            "seq_length": LONGEST,
+            "transformer_layer_spec": local_layer_spec,
+        }
+        | {"num_query_groups": 2, "vocab_size": VOCABULARY, "gated_linear_unit": True}
+        | {"activation_func": torch.nn.functional.silu, "add_bias_linear": False}
+        | {"attention_dropout": 0.0, "make_vocab_size_divisible_by": 1}
+        | {"cross_entropy_loss_fusion": False}  # it rounds gradients to bfloat16
+        | {"share_embeddings_and_output_weights": False}
+        | model
+    )
+    data = {"do_test": False, "num_workers": 0, "pin_memory": False}
+    if packed:
+        from megatron.bridge.data.packing import PackedSequenceSpecs
+
+        data["enable_offline_packing"] = True
+        data["offline_packing_specs"] = PackedSequenceSpecs(packed_sequence_size=LONGEST)
+    return of.ConfigContainer(
+        model=provider,
+        train=of.TrainingConfig(
+            train_iters=steps, global_batch_size=SAMPLES, micro_batch_size=1 if packed else 2
+        ),
+        validation=of.ValidationConfig(eval_interval=2, eval_iters=1),
+        optimizer=of.OptimizerConfig(
+            optimizer="adam", lr=1e-2, min_lr=1e-3, use_distributed_optimizer=False, bf16=False
+        ),
+        scheduler=of.SchedulerConfig(
+            lr_warmup_iters=0, lr_decay_iters=20, start_weight_decay=0.0, end_weight_decay=0.0
+        ),
+        ddp=of.DistributedDataParallelConfig(
+            use_distributed_optimizer=False, overlap_grad_reduce=False
+        ),
+        dataset=GPTSFTDatasetConfig(seq_length=LONGEST, dataset_root=folder, **data),
+        logger=of.LoggerConfig(log_interval=1),
+        tokenizer=TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)
+        ),
+        checkpoint=of.CheckpointConfig(
+            save=save, load=load, save_interval=save_interval, ckpt_format="torch_dist"
+        ),
+        dist=of.DistributedInitConfig(distributed_backend="gloo"),
+        rng=of.RNGConfig(seed=11),
+    )
+
+
+def trained(folder, options=None, **how):
+    """Body of a rank: (losses and norms by step, losses of validation) of Bridge's `pretrain`.
+
+    With `options` under HDP.
+    """
+    pretrain, forward_step = loop()
+    from megatron.bridge.training.callbacks import Callback
+
+    import megatron_hdp.bridge
+
+    found = {"steps": [], "validation": []}
+
+    class Noted(Callback):
+        def on_train_step_end(self, context):
+            loss = float(context.loss_dict["lm loss"])
+            found["steps"].append((context.state.train_state.step, loss, float(context.grad_norm)))
+
+        def on_eval_end(self, context):
+            found["validation"].append(float(context.total_loss_dict["lm loss"]))
+
+    if options is not None:
+        megatron_hdp.bridge.activate(**options)
+    pretrain(configuration(folder, **how), forward_step, callbacks=[Noted()])
+    if options is not None:
+        megatron_hdp.bridge.deactivate()
+    return found
