@@ -94,7 +94,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "launching": {"runtime", "runtime/epochs"},
     "session": {"planner", "data", "runtime", "megatron"},
-    "verl": {"session"},
+    "verl": {"megatron", "session"},
     "bridge": {"session", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},
     "profile": {"planner", "data", "simulator", "runtime", "megatron"},

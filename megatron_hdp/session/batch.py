@@ -38,6 +38,11 @@ class TokenBatch:
     at most 8 bytes."""
 
 
+def num_sequences(batch: TokenBatch | Sequence[Any]) -> int:
+    """Those of a batch, or of a plain sequence of them."""
+    return len(batch.tokens if isinstance(batch, TokenBatch) else batch)
+
+
 class CheckedBatch:
     """A batch that can be run: arrays of all sequences one behind another, ``[tokens, ...]``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -23,7 +24,7 @@ def kind_of(loss: Any) -> tuple[object, ...]:
     return type(loss).__name__, name_of(function), *how
 
 
-def require_loss(loss: object, divisor: object) -> None:
+def require_loss(loss: object, divisor: object, num_sequences: int) -> None:
     """Refuses a loss or a divisor that is none."""
     if not isinstance(loss, FromLogProbs | FromHidden | None):
         raise ValueError(
@@ -31,14 +32,14 @@ def require_loss(loss: object, divisor: object) -> None:
             "function, or None"
         )
     if isinstance(loss, FromLogProbs):
-        _require_above_0("temperature", loss.temperature)
+        _require_temperature(loss.temperature, num_sequences)
     if divisor is not None:
         _require_above_0("divisor", divisor)
 
 
-def require_result(temperature: object, dtype: object, to: object) -> None:
+def require_result(temperature: object, dtype: object, to: object, num_sequences: int) -> None:
     """Refuses what no log-probabilities can be returned by."""
-    _require_above_0("temperature", temperature)
+    _require_temperature(temperature, num_sequences)
     if to not in ("all", "first"):
         raise ValueError(f"found to={to!r}, expected 'all' or 'first'")
     if dtype not in (torch.float32, torch.float64):
@@ -53,6 +54,20 @@ def divisor_of(given: float | None, loss_tokens: int) -> float:
             "token is predicted by nothing, and loss_mask may take out the others"
         )
     return float(loss_tokens if given is None else given)
+
+
+def _require_temperature(given: object, num_sequences: int) -> None:
+    """One number, or one for each sequence."""
+    if not isinstance(given, Sequence):
+        _require_above_0("temperature", given)
+        return
+    if len(given) != num_sequences:
+        raise ValueError(
+            f"found {len(given):,} temperatures, expected one for each of the {num_sequences:,} "
+            "sequences, or a single number for all"
+        )
+    for one in given:
+        _require_above_0("temperature", one)
 
 
 def _require_above_0(name: str, given: Any) -> None:

@@ -30,14 +30,16 @@ class FromLogProbs:
     function: TokenFunction
     """Given ``log p(token | tokens before it)``, nats, ``[n]``, float32 or (for a model in float64)
     float64. Every tensor-parallel rank of the last stage calls it and must make the same of it."""
-    temperature: float = 1.0
-    """What logits are divided by before the softmax, above 0."""
+    temperature: float | Sequence[float] = 1.0
+    """What logits are divided by before the softmax, above 0; one, or one for each sequence."""
     with_entropies: bool = False
     """The function is given ``[n, 2]``: log-probabilities, and the entropies of the distributions
     they are of, nats, by the same logits. Both may be learned from."""
 
     @classmethod
-    def weighed(cls, temperature: float = 1.0, *, with_entropies: bool = False) -> FromLogProbs:
+    def weighed(
+        cls, temperature: float | Sequence[float] = 1.0, *, with_entropies: bool = False
+    ) -> FromLogProbs:
         """The loss that `weights_of` gives weights for.
 
         The batch holds them as ``arrays={"weights": weights}``, ``[length]`` of each sequence, with

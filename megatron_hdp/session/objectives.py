@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ Arrays = dict[str, AnyArray]
 Tensors = Mapping[str, torch.Tensor]
 
 _ROWS, _TARGETS, _WEIGHTS, _ARRAY = "own rows", "own targets", "own weights", "own array "
+_TEMPERATURES = "own temperatures"
 
 
 def tokens_with_loss(
@@ -57,6 +58,28 @@ class _OfTokens:
         return {}
 
 
+class _AtTemperature(_OfTokens):
+    """Of log-probabilities at a temperature, or at one of each sequence."""
+
+    def __init__(
+        self, batch: CheckedBatch, temperature: float | Sequence[float], with_entropies: bool
+    ) -> None:
+        super().__init__(batch)
+        self._with_entropies = with_entropies
+        self._temperature, self._of_each = 1.0, None
+        if isinstance(temperature, Sequence):
+            self._of_each = np.repeat(np.array(temperature, dtype=np.float64), batch.lengths)
+        else:
+            self._temperature = float(temperature)
+
+    def _of_places(self, places: Int64Array) -> Arrays:
+        return {} if self._of_each is None else {_TEMPERATURES: self._of_each[places]}
+
+    def _log_probs(self, tensors: Tensors, last: LastStage) -> torch.Tensor:
+        temperature = tensors.get(_TEMPERATURES, self._temperature)
+        return last.log_probs(tensors[_ROWS], tensors[_TARGETS], temperature, self._with_entropies)
+
+
 class WeightedNll(_OfTokens):
     """Sum of the tokens' negative log-probabilities, each times its weight."""
 
@@ -69,18 +92,19 @@ class WeightedNll(_OfTokens):
         return last.weighted_nll(tensors[_ROWS], tensors[_TARGETS], tensors[_WEIGHTS])
 
 
-class LogProbs(_OfTokens):
+class LogProbs(_AtTemperature):
     """Keeps the tokens' log-probabilities, and entropies; nothing to learn from."""
 
-    def __init__(self, batch: CheckedBatch, temperature: float, with_entropies: bool) -> None:
-        super().__init__(batch)
-        self._how = temperature, with_entropies
+    def __init__(
+        self, batch: CheckedBatch, temperature: float | Sequence[float], with_entropies: bool
+    ) -> None:
+        super().__init__(batch, temperature, with_entropies)
         self._shape = (2,) * with_entropies + (len(batch.token_ids),)
         self._found: list[tuple[Int64Array, torch.Tensor]] = []
 
     def of(self, micro_batch: RankMicroBatch, tensors: Tensors, last: LastStage) -> torch.Tensor:
         """See `OwnLoss.of`."""
-        found = last.log_probs(tensors[_ROWS], tensors[_TARGETS], *self._how)
+        found = self._log_probs(tensors, last)
         _, places = tokens_with_loss(self._batch, micro_batch, self.shift)
         self._found.append((places, found))
         return found.sum()
@@ -101,25 +125,26 @@ class _WrongLosses(ValueError):
     pass
 
 
-class OwnFunction(_OfTokens):
+class OwnFunction(_AtTemperature):
     """What a function of the caller's makes of the tokens with loss."""
 
     def __init__(self, batch: CheckedBatch, loss: FromLogProbs | FromHidden) -> None:
-        super().__init__(batch)
+        temperature = loss.temperature if isinstance(loss, FromLogProbs) else 1.0
+        super().__init__(batch, temperature, _has_entropies(loss))
         self._loss = loss
         self.shift = 1 if isinstance(loss, FromLogProbs) else 0
         self._sums: dict[str, torch.Tensor] = {}
         self._failure: Exception | None = None
 
     def _of_places(self, places: Int64Array) -> Arrays:
-        return {f"{_ARRAY}{name}": one[places] for name, one in self._batch.arrays.items()}
+        arrays = {f"{_ARRAY}{name}": one[places] for name, one in self._batch.arrays.items()}
+        return arrays | super()._of_places(places)
 
     def of(self, micro_batch: RankMicroBatch, tensors: Tensors, last: LastStage) -> torch.Tensor:
         """See `OwnLoss.of`."""
         rows = tensors[_ROWS]
         if isinstance(self._loss, FromLogProbs):
-            how = self._loss.temperature, self._loss.with_entropies
-            given = last.log_probs(rows, tensors[_TARGETS], *how)
+            given = self._log_probs(tensors, last)
         else:
             given = last.hidden(rows)
         if not len(rows) or self._failure is not None:  # a mean of nothing would be NaN

@@ -26,7 +26,7 @@ from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import EveryRankError, on_every_rank, summed_by_name
 from megatron_hdp.runtime.health import fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import Timeline
-from megatron_hdp.session.batch import CheckedBatch, TokenBatch
+from megatron_hdp.session.batch import CheckedBatch, TokenBatch, num_sequences
 from megatron_hdp.session.calls import (
     divisor_of,
     kind_of,
@@ -308,7 +308,7 @@ class HdpSession:
             RankFailure: communication failed, or a call before; names the rank to blame.
             NonFiniteError: the loss or a gradient is NaN or infinite.
         """
-        require = partial(require_loss, loss, divisor)
+        require = partial(require_loss, loss, divisor, num_sequences(batch))
         call = ("step", kind_of(loss), divisor, forward_only)
         checked, made, share = self._agreed(batch, plan, require, *call)
         objective = WeightedNll(checked) if loss is None else OwnFunction(checked, loss)
@@ -348,7 +348,7 @@ class HdpSession:
         self,
         batch: TokenBatch | Sequence[Any],
         *,
-        temperature: float = 1.0,
+        temperature: float | Sequence[float] = 1.0,
         dtype: torch.dtype = torch.float32,
         to: Literal["all", "first"] = "all",
         with_entropies: bool = False,
@@ -361,7 +361,8 @@ class HdpSession:
 
         Args:
             batch: the sequences; weights and arrays are not used.
-            temperature: what logits are divided by before the softmax, above 0.
+            temperature: what logits are divided by before the softmax, above 0; one, or one for
+                each sequence.
             dtype: of the result: float32 or float64.
             to: which ranks get the result: all of them, or the job's first.
             with_entropies: of the distributions that the tokens were drawn from, too, in nats.
@@ -377,10 +378,10 @@ class HdpSession:
             DisagreementError: ranks hold different batches or plans.
             NonFiniteError: one of them is NaN or infinite.
         """
-        require = partial(require_result, temperature, dtype, to)
+        require = partial(require_result, temperature, dtype, to, num_sequences(batch))
         call = ("log_probs", temperature, str(dtype), to, with_entropies)
         checked, _, share = self._agreed(batch, plan, require, *call)
-        objective = LogProbs(checked, float(temperature), with_entropies)
+        objective = LogProbs(checked, temperature, with_entropies)
         micro_batches, outcome = self._run(checked, share, 1.0, objective, True)
         job = totals_of(outcome, self.place, False)
         require_finite_loss(job["loss"], micro_batches, outcome.losses)

@@ -25,6 +25,7 @@ from verl.utils.py_functional import append_to_dict
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
+from megatron_hdp.megatron.optimizer import torch_adam
 from megatron_hdp.session import FromLogProbs, HdpSession, TokenBatch, weights_of
 from megatron_hdp.verl.rows import Rows, require_known, temperature_of
 
@@ -50,6 +51,7 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
         self._alone: dist.ProcessGroup | None = None
         self._options: dict[str, Any] = {}
         if not engine_config.forward_only:
+            _require_plain(model_config)
             engine_config, self._options = _taken_over(engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
@@ -89,6 +91,14 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
         is_first = self._alone is None or super().get_data_parallel_rank() == 0
         return bool(super().is_mp_src_rank_with_outputs() and is_first)
 
+    def load_checkpoint(self, *given: Any, **by_name: Any) -> None:
+        """As verl's; what it loads also reaches torch's Adam, where there is no other."""
+        if self.optimizer is None:
+            super().load_checkpoint(*given, **by_name)
+            return
+        with torch_adam.restorable(self.optimizer):
+            super().load_checkpoint(*given, **by_name)
+
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
@@ -105,7 +115,8 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
             token t + 1), ``loss`` and ``metrics``, on every rank.
 
         Raises:
-            ValueError: on every rank: a batch that HDP does not know.
+            ValueError: on every rank: a batch that HDP does not know; or parameters are on the
+                host.
         """
         if self.session is None:
             found_by_verl: dict[str, Any] = super().forward_backward_batch(
@@ -113,6 +124,7 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
             )
             return found_by_verl
         require_known(data)
+        _require_on_device(self.module)
         rows, temperature = Rows.of(data), temperature_of(data)
         both = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
         found = self.session.log_probs(
@@ -151,6 +163,32 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
         return {"model_output": outputs, "loss": [loss], "metrics": by_name}
 
 
+def _require_plain(model_config: Any) -> None:
+    """Refuses what HDP does not know of a model.
+
+    Raises:
+        ValueError: names it.
+    """
+    if model_config.lora.get("rank", 0) or model_config.lora_rank:
+        raise ValueError("found lora, which was not tried with HDP: set its rank to 0")
+    if model_config.mtp.enable:
+        raise ValueError("found mtp, whose layers learn nothing under HDP: switch it off")
+
+
+def _require_on_device(chunks: Sequence[Any]) -> None:
+    """Refuses to run while verl has moved parameters to the host.
+
+    Raises:
+        ValueError: says so.
+    """
+    buffers = (one for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    if any(one.param_data is not None and not one.param_data.storage().size() for one in buffers):
+        raise ValueError(
+            "found parameters on the host, expected them on the device: run within the engine's "
+            "train_mode or eval_mode, or call its to"
+        )
+
+
 def _taken_over(engine_config: Any) -> tuple[Any, dict[str, Any]]:
     """(a copy of the configuration as verl's engine needs it under HDP, HDP's own options).
 
@@ -169,6 +207,8 @@ def _taken_over(engine_config: Any) -> tuple[Any, dict[str, Any]]:
     for name in ("use_fused_kernels", "dynamic_context_parallel", "use_megatron_fsdp"):
         if getattr(engine_config, name, False):
             raise ValueError(f"found {name}, which HDP does not know: switch it off")
+    if getattr(getattr(engine_config, "qat", None), "enable", False):
+        raise ValueError("found qat, which HDP does not know: switch it off")
     if engine_config.router_replay.mode != "disabled":
         raise ValueError("found router_replay, which HDP does not know: set its mode to disabled")
     changed["calculate_per_token_loss"] = True

@@ -18,6 +18,7 @@ _REFUSED = (
     "enable_routing_replay",
 )
 _NAMES = ("log_probs", "entropy")
+_LEAST = 1e-8  # temperature
 
 
 def require_known(data: TensorDict) -> None:
@@ -47,22 +48,17 @@ def require_known(data: TensorDict) -> None:
                 )
 
 
-def temperature_of(data: TensorDict) -> float:
-    """The temperature of a batch.
+def temperature_of(data: TensorDict) -> float | tuple[float, ...]:
+    """The temperature of a batch, or one of each sequence where they differ.
 
-    Raises:
-        ValueError: sequences have several.
+    As in verl's engine, what is not above 0, like padding, is 1e-8.
     """
     given = data.get("temperature", None)
     if not isinstance(given, torch.Tensor):  # one number for all
         given = tu.get_non_tensor_data(data, key="temperature", default=1.0)
-    several = np.unique(torch.as_tensor(given, dtype=torch.float64).cpu().numpy())
-    if len(several) != 1:
-        raise ValueError(
-            f"found temperatures from {several[0]:g} to {several[-1]:g} in a batch, expected one: "
-            "HDP divides all logits of a batch by the same"
-        )
-    return float(several[0])
+    flat = torch.as_tensor(given, dtype=torch.float64).flatten().cpu()
+    several = tuple(torch.where(flat > 0, flat, _LEAST).tolist())
+    return several[0] if len(set(several)) == 1 else several
 
 
 @dataclass(frozen=True)

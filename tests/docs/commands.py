@@ -243,6 +243,9 @@ COMMANDS = {
     "python scripts/benchmarks/bench_lost_rank.py --seconds 130": Elsewhere(
         "tests/scripts/benchmarks/test_bench_lost_rank.py::test_a_small_run", needs="slow"
     ),
+    "python scripts/benchmarks/bench_verl.py": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_verl.py::test_a_small_run", needs="slow"
+    ),
     "python scripts/benchmarks/bench_planner.py --strategies dp-balance "
     "--latency 15 25 10": Elsewhere(
         "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_with_latency_and_noise"

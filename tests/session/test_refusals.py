@@ -114,6 +114,11 @@ def cases_of(batch):
             "found dtype=torch.float16, expected torch.float32 or",
         ),
         "temperature 0": (freezing, value, "temperature 0.0, expected a finite number above 0"),
+        "few temperatures": (
+            lambda s: s.log_probs(batch, temperature=[0.5]),
+            value,
+            "found 1 temperatures, expected one for each of the 3 sequences",
+        ),
         "other plan": (of(plan=plan), value, "found a plan for 3 sequences of 43 tokens"),
         "other tokens": (of(tokens=here(1, batch.tokens, other)), two, "\n  tokens: "),
         "other weights": (of(weights=here(0, batch.weights, heavy)), two, "\n  weights: "),

@@ -1,9 +1,5 @@
 """verl's own losses, tensors and optimizer over HDP's ranks, against transformers on one."""
 
-import importlib.util
-import os
-import types
-import warnings
 from functools import partial
 
 import numpy as np
@@ -12,42 +8,38 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tests.session.test_bridge import bridge_of
+from tests.verl.engines import HOW, engine_of, is_there
 
-HOW = (
-    "verl or Megatron-Bridge is not installed: pip install verl==0.9.1, and as said in "
-    "tests/session/test_bridge.py"
-)
 VOCABULARY, TEMPERATURE = 128, 0.9
+TEMPERATURES = (0.5, 0.9, 1.0, 1.5, 2.0, 0.7)  # of sequences, in one case
 LENGTHS = ((200, 100), (30, 10), (500, 200), (100, 50), (1, 199), (60, 30))  # prompts, answers
-OVERRIDES = dict.fromkeys(
-    (
-        *("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion"),
-        *("bias_activation_fusion", "apply_rope_fusion", "persist_layer_norm"),
-    ),
-    False,
-) | {"use_cpu_initialization": True, "attention_backend": "local"}
 LOSSES = {  # settings of the actor; None: supervised
     "sft": None,
     "ppo": {"loss_agg_mode": "token-mean"},
     "seq-mean": {"loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "entropy": {"loss_agg_mode": "seq-mean-token-sum", "entropy_coeff": 0.02},
+    "temperatures": {"loss_agg_mode": "token-mean"},
     "gspo": {"loss_agg_mode": "seq-mean-token-mean", "policy_loss": "gspo"},
 }
 
 
+LAYOUTS = {"ranks alone": (2, {}), "tensor": (4, {"tensor": 2}), "pipeline": (4, {"pipeline": 2})}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_losses_and_gradients_are_those_of_one_rank(run_ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_gradients_are_those_of_one_rank(run_ranks, tmp_path, monkeypatch, layout):
     """Also metrics, log-probabilities and entropies, in the batch's order."""
-    if None in map(importlib.util.find_spec, ("verl", "megatron.bridge")):
+    if not is_there():
         pytest.skip(HOW)
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "hdp")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
     config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    found = run_ranks(2, trained, str(tmp_path), timeout_s=600)
+    num_ranks, how = LAYOUTS[layout]
+    found = run_ranks(num_ranks, trained, str(tmp_path), how, timeout_s=800)
     expected = by_transformers(str(tmp_path))
     for of_rank in found:
         assert max(of_rank["degrees"]) == 2 > min(of_rank["degrees"]), "rings, and ranks alone"
@@ -91,9 +83,12 @@ def batch_of(name):
             "advantages": nested([draw.normal(0, 1, n).astype("f4") for n in answers]),
         }
     data = TensorDict(columns, batch_size=[len(LENGTHS)])
+    if name == "temperatures":
+        data["temperature"] = torch.tensor(TEMPERATURES)
+    else:
+        tu.assign_non_tensor(data, temperature=TEMPERATURE)
     tu.assign_non_tensor(
         data,
-        temperature=TEMPERATURE,
         calculate_entropy=name == "entropy",
         pad_mode=DatasetPadMode.NO_PADDING,
         global_batch_size=len(LENGTHS),
@@ -125,9 +120,9 @@ def plain(metrics):
     return found
 
 
-def trained(folder):
+def trained(folder, how):
     """Body of a rank: what verl's engine of the vendor hdp gives for each loss."""
-    engine = engine_of(folder)
+    engine = engine_of(folder, **how)
     assert type(engine).__name__ == "HdpEngine"
     assert (engine.get_data_parallel_size(), engine.get_data_parallel_rank()) == (1, 0)
     assert dist.get_world_size(engine.get_data_parallel_group()) == 1
@@ -153,50 +148,6 @@ def trained(folder):
     return found
 
 
-def engine_of(folder):
-    """The engine that verl's registry gives, over a model that Bridge builds; weights stay."""
-    warnings.simplefilter("ignore")
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = "megatron_hdp.verl"  # as the entry point does
-    _, layers = bridge_of()
-    on_cpu()
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
-    from verl.workers.engine import EngineRegistry
-
-    model = HFModelConfig(path=folder, load_tokenizer=False)
-    object.__setattr__(model, "tokenizer", types.SimpleNamespace(pad_token_id=0))
-    engine = McoreEngineConfig(
-        **{f"{one}_parallel_size": 1 for one in ("tensor_model", "pipeline_model", "context")},
-        max_token_len_per_gpu=512,
-        override_transformer_config=OVERRIDES | {"transformer_layer_spec": layers},
-    )
-    object.__setattr__(engine, "dtype", "float32")
-    optimizer = McoreOptimizerConfig(lr=0.0, total_training_steps=10, lr_decay_steps=10)
-    made = EngineRegistry.new(
-        "language_model",
-        "megatron",
-        model_config=model,
-        engine_config=engine,
-        optimizer_config=optimizer,
-        checkpoint_config=CheckpointConfig(),
-    )
-    made.initialize()
-    return made
-
-
-def on_cpu():
-    """What verl asks of a GPU, on a machine without one."""
-    zero = lambda *given: 0  # noqa: E731
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "set_device"):
-        setattr(torch.cuda, name, zero)
-    for name in ("max_memory_reserved", "empty_cache", "synchronize", "reset_peak_memory_stats"):
-        setattr(torch.cuda, name, zero)
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.mem_get_info = lambda *given: (1, 2)
-    torch.cuda.manual_seed = torch.manual_seed
-    torch.cuda.device_count = lambda: 1
-
-
 def by_transformers(folder):
     """The same by verl's losses over transformers' model in float64."""
     from verl.utils import tensordict_utils as tu
@@ -206,8 +157,9 @@ def by_transformers(folder):
     found = {}
     for name in LOSSES:
         data, outputs = batch_of(name), {"log_probs": [], "entropy": []}
-        for tokens in data["input_ids"].unbind():
-            logits = model(tokens[None]).logits[0, :-1] / TEMPERATURE
+        several = TEMPERATURES if name == "temperatures" else [TEMPERATURE] * len(LENGTHS)
+        for tokens, one in zip(data["input_ids"].unbind(), several, strict=True):
+            logits = model(tokens[None]).logits[0, :-1] / one
             log_p = logits.log_softmax(-1)
             wanted = log_p.gather(1, tokens[1:, None])[:, 0]
             entropies = -(log_p.exp() * log_p).sum(-1)

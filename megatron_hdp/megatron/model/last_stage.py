@@ -54,15 +54,17 @@ class LastStage:
         self,
         rows: torch.Tensor,
         labels: torch.Tensor,
-        temperature: float = 1.0,
+        temperature: float | torch.Tensor = 1.0,
         with_entropies: bool = False,
     ) -> torch.Tensor:
         """Log-probabilities ``[n]`` of token ids ``[n]``, ``[2, n]`` with entropies.
 
-        See `linear_log_probs`. Logits are divided by the temperature.
+        See `linear_log_probs`. Logits are divided by the temperature, or by each row's, ``[n]``.
         """
         hidden = self._for_vocabulary(rows)
-        if temperature != 1.0:
+        if isinstance(temperature, torch.Tensor):
+            hidden = hidden / temperature.to(hidden.dtype)[:, None]
+        elif temperature != 1.0:
             hidden = hidden / temperature
         weight, main_grad = self.take_weight()
         sharers = self._sharers()

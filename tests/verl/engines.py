@@ -1,0 +1,101 @@
+"""verl's engines over models that Megatron-Bridge builds, on CPUs."""
+
+import importlib.util
+import os
+import types
+import warnings
+from typing import Any
+
+import torch
+
+from tests.session.test_bridge import bridge_of
+
+HOW = (
+    "verl or Megatron-Bridge is not installed: pip install verl==0.9.1 'transformers<5.11' "
+    "'megatron-energon<8', and as said in tests/session/test_bridge.py"
+)
+OVERRIDES = dict.fromkeys(
+    (
+        *("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion"),
+        *("bias_activation_fusion", "apply_rope_fusion", "persist_layer_norm"),
+    ),
+    False,
+) | {"use_cpu_initialization": True, "attention_backend": "local"}
+
+
+def is_there():
+    """Whether verl and Megatron-Bridge are installed."""
+    return None not in map(importlib.util.find_spec, ("verl", "megatron.bridge"))
+
+
+def engine_of(
+    folder: str,
+    lr: float = 0.0,
+    tokens: int = 512,
+    tensor: int = 1,
+    pipeline: int = 1,
+    kind: str = "language_model",
+    **overrides: Any,
+) -> Any:
+    """The engine that verl's registry gives, over a model that Bridge builds.
+
+    Args:
+        folder: of the model, as transformers saved it.
+        lr: of the optimizer; with 0 weights stay.
+        tokens: capacity of a rank.
+        tensor: ranks of each tensor-parallel group.
+        pipeline: stages.
+        kind: ``language_model`` or ``value_model``.
+        overrides: further keys of ``override_transformer_config``; but ``offload`` is verl's two
+            options of this name, ``lora`` and ``replay`` are settings of the model and the engine.
+    """
+    warnings.simplefilter("ignore")
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "megatron_hdp.verl"  # as the entry point does
+    _, layers = bridge_of()
+    on_cpu()
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.config.engine import EngineRouterReplayConfig
+    from verl.workers.engine import EngineRegistry
+
+    model = HFModelConfig(path=folder, load_tokenizer=False, lora=overrides.pop("lora", {}))
+    object.__setattr__(model, "model_type", kind)
+    tokenizer = types.SimpleNamespace(pad_token_id=0, save_pretrained=lambda folder: None)
+    object.__setattr__(model, "tokenizer", tokenizer)
+    offload, replay = overrides.pop("offload", False), overrides.pop("replay", "disabled")
+    engine = McoreEngineConfig(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=1,
+        sequence_parallel=False,  # torch's norm does not know it
+        param_offload=offload,
+        optimizer_offload=offload,
+        max_token_len_per_gpu=tokens,
+        router_replay=EngineRouterReplayConfig(mode=replay),
+        override_transformer_config=OVERRIDES | {"transformer_layer_spec": layers} | overrides,
+    )
+    object.__setattr__(engine, "dtype", "float32")
+    optimizer = McoreOptimizerConfig(lr=lr, total_training_steps=100, lr_decay_steps=100)
+    made = EngineRegistry.new(
+        kind,
+        "megatron",
+        model_config=model,
+        engine_config=engine,
+        optimizer_config=optimizer,
+        checkpoint_config=CheckpointConfig(),
+    )
+    made.initialize()
+    return made
+
+
+def on_cpu():
+    """What verl asks of a GPU, on a machine without one."""
+    zero = lambda *given: 0  # noqa: E731
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "set_device"):
+        setattr(torch.cuda, name, zero)
+    for name in ("max_memory_reserved", "empty_cache", "synchronize", "reset_peak_memory_stats"):
+        setattr(torch.cuda, name, zero)
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.mem_get_info = lambda *given: (1, 2)
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.device_count = lambda: 1
