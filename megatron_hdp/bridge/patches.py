@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import version
 from typing import Any
 
@@ -9,6 +10,7 @@ from megatron_hdp.bridge.loop import HdpLoop
 from megatron_hdp.bridge.refusals import require_known
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.lm.patching import Function, Patch, PatchSet
+from megatron_hdp.megatron.optimizer import torch_adam
 
 TESTED = ("0.6.2",)
 """Versions of Megatron-Bridge with which this was run."""
@@ -85,6 +87,14 @@ def _surround(
         _loop.end()
 
 
+def _load(original: Function, *positional: Any, **named: Any) -> Any:
+    optimizer = inspect.signature(original).bind(*positional, **named).arguments.get("optimizer")
+    if optimizer is None:
+        return original(*positional, **named)
+    with torch_adam.restorable(optimizer):
+        return original(*positional, **named)
+
+
 def _patch(target: str, why: str, replacement: Function, *parameters: str) -> Patch:
     names = parameters or None
     return Patch(f"megatron.bridge.training.{target}", why, {_RELEASE: names}, replacement, True)
@@ -100,6 +110,11 @@ PATCHES = PatchSet(
             _surround,
             *("state", "forward_step_func", "callback_manager", "store"),
             "inprocess_call_wrapper",
+        ),
+        _patch(
+            "checkpointing:_load_checkpoint_from_path",
+            "The distributed optimizer can restore torch's Adam",
+            _load,
         ),
     ),
     TESTED,

@@ -70,7 +70,7 @@ def loop():
     return pretrain, forward_step
 
 
-VOCABULARY, LONGEST, SAMPLES = 128, 512, 4
+VOCABULARY, LONGEST, SAMPLES, ROWS = 128, 512, 4, 50
 
 
 def write_rows(folder):
@@ -90,15 +90,15 @@ def write_rows(folder):
         num = int(min(most, 4 + draw.lognormal(3, 1.2)))
         return " ".join(map(str, draw.integers(1, VOCABULARY - 2, num)))
 
-    for split, num in (("training", 40), ("validation", 8)):
+    for split, num in (("training", ROWS), ("validation", 8)):
         rows = [json.dumps({"input": text(200), "output": text(300)}) for _ in range(num)]
         (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
 
 
 def configuration(
-    folder, *, steps, save=None, load=None, packed=False, save_interval=None, **model
+    folder, *, steps, samples=SAMPLES, packed=False, sharded=False, save=None, load=None
 ):
-    """Bridge's, for a LLaMA of two layers on CPUs; `model` changes its provider."""
+    """Bridge's, for a LLaMA of two layers on CPUs."""
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.bridge.training import config as of
@@ -119,9 +119,9 @@ def configuration(
         | {"attention_dropout": 0.0, "make_vocab_size_divisible_by": 1}
         | {"cross_entropy_loss_fusion": False}  # it rounds gradients to bfloat16
         | {"share_embeddings_and_output_weights": False}
-        | model
     )
-    data = {"do_test": False, "num_workers": 0, "pin_memory": False}
+    validated = not packed and samples == SAMPLES
+    data = {"do_test": False, "num_workers": 0, "pin_memory": False, "do_validation": validated}
     if packed:
         from megatron.bridge.data.packing import PackedSequenceSpecs
 
@@ -130,17 +130,17 @@ def configuration(
     return of.ConfigContainer(
         model=provider,
         train=of.TrainingConfig(
-            train_iters=steps, global_batch_size=SAMPLES, micro_batch_size=1 if packed else 2
+            train_iters=steps, global_batch_size=samples, micro_batch_size=1 if packed else 2
         ),
-        validation=of.ValidationConfig(eval_interval=2, eval_iters=1),
+        validation=of.ValidationConfig(eval_interval=2, eval_iters=int(validated)),
         optimizer=of.OptimizerConfig(
-            optimizer="adam", lr=1e-2, min_lr=1e-3, use_distributed_optimizer=False, bf16=False
+            optimizer="adam", lr=1e-2, min_lr=1e-3, use_distributed_optimizer=sharded, bf16=False
         ),
         scheduler=of.SchedulerConfig(
             lr_warmup_iters=0, lr_decay_iters=20, start_weight_decay=0.0, end_weight_decay=0.0
         ),
         ddp=of.DistributedDataParallelConfig(
-            use_distributed_optimizer=False, overlap_grad_reduce=False
+            use_distributed_optimizer=sharded, overlap_grad_reduce=sharded
         ),
         dataset=GPTSFTDatasetConfig(seq_length=LONGEST, dataset_root=folder, **data),
         logger=of.LoggerConfig(log_interval=1),
@@ -148,7 +148,8 @@ def configuration(
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)
         ),
         checkpoint=of.CheckpointConfig(
-            save=save, load=load, save_interval=save_interval, ckpt_format="torch_dist"
+            **{"save": save, "load": load, "save_interval": 2, "ckpt_format": "torch_dist"},
+            ckpt_step=2 if load else None,
         ),
         dist=of.DistributedInitConfig(distributed_backend="gloo"),
         rng=of.RNGConfig(seed=11),

@@ -3,12 +3,13 @@
 import importlib.util
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
-from tests.bridge.loop import HOW, trained, write_rows
+from tests.bridge.loop import HOW, ROWS, trained, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-HDP = {"hdp_tokens_per_rank": 256}
+HDP, LONG = {"hdp_tokens_per_rank": 256}, {"timeout_s": 500}
 
 
 @pytest.fixture
@@ -20,11 +21,31 @@ def rows(tmp_path):
     return tmp_path / "rows"
 
 
-def test_losses_are_those_of_one_rank_without_it(run_ranks, rows):
-    """In training, with norms of gradients, and in validation."""
-    (expected,) = run_ranks(1, trained, rows, steps=4, timeout_s=500)
-    found = run_ranks(2, trained, rows, HDP, steps=4, timeout_s=500)
-    assert len(expected["steps"]) == 4
+def require_same(found, expected):
+    """Step, loss and norm of the gradient, and losses of validation."""
+    np.testing.assert_allclose(found["steps"], expected["steps"], rtol=2e-5)
+    np.testing.assert_allclose(found["validation"], expected["validation"], rtol=1e-5)
+
+
+def test_losses_are_those_of_one_rank_and_a_resumed_run_has_them_too(run_ranks, rows, tmp_path):
+    """With the distributed optimizer, in training and in validation."""
+    (expected,) = run_ranks(1, trained, rows, steps=4, **LONG)
+    assert len(expected["steps"]) == 4 and len(expected["validation"]) == 3
+    folder = str(tmp_path / "checkpoints")
+    found = run_ranks(2, trained, rows, HDP, steps=4, sharded=True, save=folder, **LONG)
+    again = run_ranks(2, trained, rows, HDP, steps=4, sharded=True, load=folder, **LONG)
+    for whole, resumed in zip(found, again, strict=True):
+        require_same(whole, expected)
+        assert resumed["steps"] == whole["steps"][2:], "the second half, bit for bit"
+
+
+def test_packed_sequences_are_trained_as_single_ones(run_ranks, rows):
+    """An epoch a step: rows that Bridge has packed against the same, not packed, on one rank."""
+    (expected,) = run_ranks(1, trained, rows, steps=3, samples=ROWS, **LONG)
+    run_ranks(2, trained, rows, HDP, steps=1, samples=2, packed=True, **LONG)  # packs them
+    (path,) = rows.glob("packed/*/training_*.parquet")
+    num_packs = pyarrow.parquet.read_table(path).num_rows
+    assert num_packs < ROWS / 4
+    found = run_ranks(2, trained, rows, HDP, steps=3, samples=num_packs, packed=True, **LONG)
     for of_rank in found:
-        np.testing.assert_allclose(of_rank["steps"], expected["steps"], rtol=2e-5)
-        np.testing.assert_allclose(of_rank["validation"], expected["validation"], rtol=1e-5)
+        require_same(of_rank, expected)

@@ -59,6 +59,9 @@ COMMANDS = {
     "python -m pip install --no-build-isolation '.[verl]'": NotHere(
         "needs verl; tests/verl/test_plugin.py reads the entry point that it installs"
     ),
+    "python -m pip install megatron-bridge==0.6.2": NotHere(
+        "gigabytes for GPUs; tests/bridge/loop.py says what to install where there is none"
+    ),
     "export VERL_ENGINE_VENDOR=hdp": Elsewhere(
         "tests/verl/test_engine.py::test_losses_and_gradients_are_those_of_one_rank", needs="slow"
     ),
