@@ -1,13 +1,14 @@
 """HDP under a loop of one's own: batches as arrays, weights by token, log-probabilities, losses."""
 
 from megatron_hdp.session.batch import TokenBatch
-from megatron_hdp.session.losses import FromHidden, FromLogProbs, weights_of
+from megatron_hdp.session.losses import FromHidden, FromLogProbs, FromValues, weights_of
 from megatron_hdp.session.outcome import SessionReport
 from megatron_hdp.session.session import HdpSession
 
 __all__ = [
     "FromHidden",
     "FromLogProbs",
+    "FromValues",
     "HdpSession",
     "SessionReport",
     "TokenBatch",

@@ -12,6 +12,8 @@ import xxhash
 
 from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.mixture import Position, Step
+from megatron_hdp.data.steps import PlanSettings, RankShare, StepShares
+from megatron_hdp.planner import Plan
 
 _KINDS = "biuf"  # numpy's letters of booleans, integers and floating-point numbers
 _MOST_BYTES = 8
@@ -41,6 +43,18 @@ class TokenBatch:
 def num_sequences(batch: TokenBatch | Sequence[Any]) -> int:
     """Those of a batch, or of a plain sequence of them."""
     return len(batch.tokens if isinstance(batch, TokenBatch) else batch)
+
+
+def share_of(settings: PlanSettings, batch: CheckedBatch, plan: Plan, hdp_rank: int) -> RankShare:
+    """A rank's part of a step."""
+    (share,) = StepShares(
+        batch.step(),
+        plan,
+        is_aligned=settings.is_aligned,
+        lockstep_ranks=settings.lockstep_ranks,
+        group_size=settings.pipeline.group_size,
+    ).of([hdp_rank])
+    return share
 
 
 class CheckedBatch:

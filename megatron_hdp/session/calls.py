@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron_hdp.megatron.model import head_gives_values
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.runtime.gathering import EveryRankError
-from megatron_hdp.session.losses import FromHidden, FromLogProbs
+from megatron_hdp.session.losses import FromHidden, FromLogProbs, FromValues
 from megatron_hdp.session.objectives import name_of
 
 
@@ -26,10 +27,10 @@ def kind_of(loss: Any) -> tuple[object, ...]:
 
 def require_loss(loss: object, divisor: object, num_sequences: int) -> None:
     """Refuses a loss or a divisor that is none."""
-    if not isinstance(loss, FromLogProbs | FromHidden | None):
+    if not isinstance(loss, FromLogProbs | FromHidden | FromValues | None):
         raise ValueError(
-            f"found the loss {type(loss).__name__}, expected FromLogProbs or FromHidden of a "
-            "function, or None"
+            f"found the loss {type(loss).__name__}, expected FromLogProbs, FromHidden or "
+            "FromValues of a function, or None"
         )
     if isinstance(loss, FromLogProbs):
         _require_temperature(loss.temperature, num_sequences)
@@ -44,6 +45,17 @@ def require_result(temperature: object, dtype: object, to: object, num_sequences
         raise ValueError(f"found to={to!r}, expected 'all' or 'first'")
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"found dtype={dtype}, expected torch.float32 or torch.float64")
+
+
+def require_head(chunks: Sequence[Any], wants_values: bool) -> None:
+    """Refuses, on ranks of the last stage, what the model's head does not give."""
+    for chunk in chunks:
+        if head_gives_values(chunk) is (not wants_values):
+            found, other = ("log-probabilities", "values")[:: -1 if wants_values else 1]
+            raise ValueError(
+                f"found a call for {found} of a model whose head gives {other}: take "
+                f"{'log_probs or FromLogProbs' if wants_values else 'values or FromValues'}"
+            )
 
 
 def divisor_of(given: float | None, loss_tokens: int) -> float:

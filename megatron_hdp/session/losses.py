@@ -73,7 +73,21 @@ class FromHidden:
     others it is None."""
 
 
-Loss: TypeAlias = FromLogProbs | FromHidden
+@dataclass(frozen=True)
+class FromValues:
+    """A loss made of what a model with a head of one output says of each token, as critics' are."""
+
+    function: TokenFunction
+    """Given the values ``[n]`` of the tokens themselves, at least float32. Every tensor-parallel
+    rank of the last stage calls it and must make the same of it."""
+
+    @classmethod
+    def weighed(cls) -> FromValues:
+        """The loss that `weights_of` gives weights for, as ``arrays={"weights": weights}``."""
+        return cls(_weighed)
+
+
+Loss: TypeAlias = FromLogProbs | FromHidden | FromValues
 
 
 def weights_of(

@@ -12,7 +12,7 @@ from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron.model import LastStage
 from megatron_hdp.runtime.gathering import on_every_rank
 from megatron_hdp.session.batch import CheckedBatch
-from megatron_hdp.session.losses import FromHidden, FromLogProbs, TokenFunction
+from megatron_hdp.session.losses import FromHidden, FromLogProbs, FromValues, Loss, TokenFunction
 
 Arrays = dict[str, AnyArray]
 Tensors = Mapping[str, torch.Tensor]
@@ -121,6 +121,18 @@ class LogProbs(_AtTemperature):
         return found
 
 
+class Values(LogProbs):
+    """Keeps what a head of one output says of the tokens."""
+
+    shift = 0
+
+    def __init__(self, batch: CheckedBatch) -> None:
+        super().__init__(batch, 1.0, False)
+
+    def _log_probs(self, tensors: Tensors, last: LastStage) -> torch.Tensor:
+        return last.values(tensors[_ROWS])
+
+
 class _WrongLosses(ValueError):
     pass
 
@@ -128,7 +140,7 @@ class _WrongLosses(ValueError):
 class OwnFunction(_AtTemperature):
     """What a function of the caller's makes of the tokens with loss."""
 
-    def __init__(self, batch: CheckedBatch, loss: FromLogProbs | FromHidden) -> None:
+    def __init__(self, batch: CheckedBatch, loss: Loss) -> None:
         temperature = loss.temperature if isinstance(loss, FromLogProbs) else 1.0
         super().__init__(batch, temperature, _has_entropies(loss))
         self._loss = loss
@@ -145,6 +157,8 @@ class OwnFunction(_AtTemperature):
         rows = tensors[_ROWS]
         if isinstance(self._loss, FromLogProbs):
             given = self._log_probs(tensors, last)
+        elif isinstance(self._loss, FromValues):
+            given = last.values(rows)
         else:
             given = last.hidden(rows)
         if not len(rows) or self._failure is not None:  # a mean of nothing would be NaN
@@ -196,7 +210,7 @@ class OwnFunction(_AtTemperature):
         return {name: float(one) for name, one in self._sums.items()}
 
     def _require(self, losses: object, num: int) -> None:
-        what = "log-probabilities" if self.shift else "hidden states"
+        what = _GIVEN[type(self._loss)]
         if not isinstance(losses, torch.Tensor):
             raise _WrongLosses(
                 f"{name_of(self._loss.function)} returned {type(losses).__name__}, expected a "
@@ -214,7 +228,14 @@ class OwnFunction(_AtTemperature):
             )
 
 
-def _has_entropies(loss: FromLogProbs | FromHidden) -> bool:
+_GIVEN: dict[type, str] = {
+    FromLogProbs: "log-probabilities",
+    FromHidden: "hidden states",
+    FromValues: "values",
+}
+
+
+def _has_entropies(loss: Loss) -> bool:
     return isinstance(loss, FromLogProbs) and loss.with_entropies
 
 

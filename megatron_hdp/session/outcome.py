@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_hdp.data.steps import RankMicroBatch
 from megatron_hdp.megatron import parallel
@@ -78,6 +79,16 @@ def require_finite_loss(
         f"the loss is {total}, expected a finite number: leave the optimizer's step out, look at "
         f"these sequences, or go back to earlier weights\n  {lines}"
     )
+
+
+def gathered(found: torch.Tensor, to: str) -> torch.Tensor | None:
+    """Sums of what each rank holds a part of, on the CPU; None on ranks that are to get none."""
+    found = found.to(parallel.compute_device())
+    if to == "all":
+        dist.all_reduce(found)  # of every token one rank has more than 0
+        return found.cpu()
+    dist.reduce(found, 0)
+    return found.cpu() if parallel.is_first_rank() else None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.data.steps import RankMicroBatch, RankShare, StepShares, plan_by, read_micro_batch
+from megatron_hdp.data.steps import RankMicroBatch, RankShare, plan_by, read_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.weights import load_weights
 from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome
@@ -26,22 +26,24 @@ from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import EveryRankError, on_every_rank, summed_by_name
 from megatron_hdp.runtime.health import fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import Timeline
-from megatron_hdp.session.batch import CheckedBatch, TokenBatch, num_sequences
+from megatron_hdp.session.batch import CheckedBatch, TokenBatch, num_sequences, share_of
 from megatron_hdp.session.calls import (
     divisor_of,
     kind_of,
+    require_head,
     require_known,
     require_loss,
     require_result,
 )
-from megatron_hdp.session.losses import FromHidden, Loss
+from megatron_hdp.session.losses import FromHidden, FromValues, Loss
 from megatron_hdp.session.model_options import arguments_of_model
 from megatron_hdp.session.moving import SessionPlace, world_of
-from megatron_hdp.session.objectives import LogProbs, OwnFunction, WeightedNll
+from megatron_hdp.session.objectives import LogProbs, OwnFunction, Values, WeightedNll
 from megatron_hdp.session.outcome import (
     SessionReport,
     clear_gradients,
     finish_gradients,
+    gathered,
     in_mode,
     require_finite_loss,
     totals_of,
@@ -308,7 +310,12 @@ class HdpSession:
             RankFailure: communication failed, or a call before; names the rank to blame.
             NonFiniteError: the loss or a gradient is NaN or infinite.
         """
-        require = partial(require_loss, loss, divisor, num_sequences(batch))
+
+        def require() -> None:
+            require_loss(loss, divisor, num_sequences(batch))
+            if not isinstance(loss, FromHidden):
+                require_head(self.chunks, isinstance(loss, FromValues))
+
         call = ("step", kind_of(loss), divisor, forward_only)
         checked, made, share = self._agreed(batch, plan, require, *call)
         objective = WeightedNll(checked) if loss is None else OwnFunction(checked, loss)
@@ -378,21 +385,25 @@ class HdpSession:
             DisagreementError: ranks hold different batches or plans.
             NonFiniteError: one of them is NaN or infinite.
         """
-        require = partial(require_result, temperature, dtype, to, num_sequences(batch))
+
+        def require() -> None:
+            require_result(temperature, dtype, to, num_sequences(batch))
+            require_head(self.chunks, False)
+
         call = ("log_probs", temperature, str(dtype), to, with_entropies)
         checked, _, share = self._agreed(batch, plan, require, *call)
         objective = LogProbs(checked, temperature, with_entropies)
-        micro_batches, outcome = self._run(checked, share, 1.0, objective, True)
-        job = totals_of(outcome, self.place, False)
-        require_finite_loss(job["loss"], micro_batches, outcome.losses)
-        is_mine = self.place.is_last_stage and self.place.tensor_rank == 0
-        found = objective.all(dtype) if is_mine else objective.none(dtype)
-        found = found.to(parallel.compute_device())
-        if to == "all":
-            dist.all_reduce(found)  # of every token one rank has more than 0
-            return checked.per_sequence(found.cpu())
-        dist.reduce(found, 0)
-        return checked.per_sequence(found.cpu()) if parallel.is_first_rank() else None
+        return self._kept(objective, checked, share, dtype, to)
+
+    @watched(EveryRankError)
+    def values(self, batch: TokenBatch | Sequence[Any]) -> list[torch.Tensor] | None:
+        """What a head of one output says of tokens: ``[length]``, 0 outside the loss mask.
+
+        Else as `log_probs`, to all ranks in float32.
+        """
+        require = partial(require_head, self.chunks, True)
+        checked, _, share = self._agreed(batch, None, require, "values")
+        return self._kept(Values(checked), checked, share, torch.float32, "all")
 
     def close(self) -> None:
         """Ends what `from_flags` began, and the heartbeats; the model stays."""
@@ -429,7 +440,7 @@ class HdpSession:
                 )
             checked = self._checked(batch)
             made = self._usable(plan, checked)
-            return checked, made, self._share(checked, made)
+            return checked, made, share_of(self._settings, checked, made, self.place.hdp_rank)
 
         device = parallel.compute_device()
         checked, made, share = on_every_rank(prepared, device)
@@ -456,17 +467,15 @@ class HdpSession:
         plan.validate(num_layers=self.cost_model.num_layers)
         return plan
 
-    def _share(self, checked: CheckedBatch, plan: Plan) -> RankShare:
-        """This rank's part of a step."""
-        settings = self._settings
-        (share,) = StepShares(
-            checked.step(),
-            plan,
-            is_aligned=settings.is_aligned,
-            lockstep_ranks=settings.lockstep_ranks,
-            group_size=settings.pipeline.group_size,
-        ).of([self.place.hdp_rank])
-        return share
+    def _kept(
+        self, objective: LogProbs, checked: CheckedBatch, share: RankShare, dtype: Any, to: str
+    ) -> list[torch.Tensor] | None:
+        micro_batches, outcome = self._run(checked, share, 1.0, objective, True)
+        job = totals_of(outcome, self.place, False)
+        require_finite_loss(job["loss"], micro_batches, outcome.losses)
+        is_mine = self.place.is_last_stage and self.place.tensor_rank == 0
+        found = gathered(objective.all(dtype) if is_mine else objective.none(dtype), to)
+        return None if found is None else checked.per_sequence(found)
 
     def _run(
         self,

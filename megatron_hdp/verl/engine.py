@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,17 +24,20 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+from verl.workers.engine.megatron.transformer_impl import (
+    MegatronEngineWithLMHead,
+    MegatronEngineWithValueHead,
+)
 
 from megatron_hdp.megatron.optimizer import torch_adam
-from megatron_hdp.session import FromLogProbs, HdpSession, TokenBatch, weights_of
+from megatron_hdp.session import FromLogProbs, FromValues, HdpSession, TokenBatch, weights_of
+from megatron_hdp.session.losses import Loss
 from megatron_hdp.verl.rows import Rows, require_known, temperature_of
 
 _PREFIX, _CAPACITY = "hdp_", "hdp_tokens_per_rank"
 
 
-@EngineRegistry.register("language_model", "megatron", device="cuda", vendor="hdp")
-class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no types
+class _OverHdp(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no types
     """Runs batches under HDP; an engine for forward passes alone, a reference, as verl does.
 
     Options of HDP's are keys of ``override_transformer_config``, by their names in `HdpOptions`:
@@ -43,6 +47,8 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
     Raises:
         ValueError: a configuration that HDP does not know.
     """
+
+    _gives_values = False
 
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
@@ -112,7 +118,7 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
 
         Returns:
             ``model_output`` (nested ``log_probs``, ``entropy`` where it is asked for, entry t about
-            token t + 1), ``loss`` and ``metrics``, on every rank.
+            token t + 1; of critics ``values``), ``loss`` and ``metrics``, on every rank.
 
         Raises:
             ValueError: on every rank: a batch that HDP does not know; or parameters are on the
@@ -127,12 +133,16 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
         _require_on_device(self.module)
         rows, temperature = Rows.of(data), temperature_of(data)
         both = bool(tu.get_non_tensor_data(data, key="calculate_entropy", default=False))
-        found = self.session.log_probs(
-            TokenBatch(rows.tokens, loss_mask=rows.wanted),
-            temperature=temperature,
-            with_entropies=both,
-        )
+        weighed: Loss = FromValues.weighed()
+        if self._gives_values:
+            batch = TokenBatch(rows.tokens)
+            found = self.session.values(batch)
+        else:
+            batch = TokenBatch(rows.tokens, loss_mask=rows.wanted)
+            weighed = FromLogProbs.weighed(temperature, with_entropies=both)
+            found = self.session.log_probs(batch, temperature=temperature, with_entropies=both)
         assert found is not None  # to all ranks
+        nested = rows.nested_values if self._gives_values else rows.nested
         by_name: dict[str, Any] = {}
         device, loss = get_device_id(), 1.0  # verl's loss where there is none
         data = data.to(device)
@@ -140,7 +150,7 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
         def of_sequences(given: Sequence[torch.Tensor]) -> torch.Tensor:
             how = {"data": data, "dp_group": self.get_data_parallel_group()}
             assert loss_function is not None
-            value, metrics = loss_function(model_output=rows.nested(given, device), **how)
+            value, metrics = loss_function(model_output=nested(given, device), **how)
             append_to_dict(by_name, metrics)
             return value
 
@@ -152,15 +162,23 @@ class HdpEngine(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no 
             )
         if not forward_only:
             loss, weights = weights_of(of_sequences, found)
-            self.session.step(
-                TokenBatch(rows.tokens, loss_mask=rows.wanted, arrays={"weights": weights}),
-                FromLogProbs.weighed(temperature, with_entropies=both),
-                divisor=1,
-            )
+            self.session.step(replace(batch, arrays={"weights": weights}), weighed, divisor=1)
         elif loss_function is not None:
             loss = float(of_sequences(found))
-        outputs = rows.nested(found, device)
+        outputs = nested(found, device)
         return {"model_output": outputs, "loss": [loss], "metrics": by_name}
+
+
+@EngineRegistry.register("language_model", "megatron", device="cuda", vendor="hdp")
+class HdpEngine(_OverHdp):
+    """Of actors and references; see `_OverHdp`."""
+
+
+@EngineRegistry.register("value_model", "megatron", device="cuda", vendor="hdp")
+class HdpValueEngine(_OverHdp, MegatronEngineWithValueHead):  # type: ignore[misc]
+    """Of critics: ``values`` of all tokens, entry t about token t, in ``model_output``."""
+
+    _gives_values = True
 
 
 def _require_plain(model_config: Any) -> None:

@@ -98,3 +98,9 @@ class Rows:
             name: torch.nested.nested_tensor_from_jagged(one, offsets)
             for name, one in zip(_NAMES, kinds, strict=False)
         }
+
+    def nested_values(self, found: Sequence[torch.Tensor], device: Any) -> dict[str, torch.Tensor]:
+        """The output by verl's name, made of values ``[length]`` of each sequence, as they are."""
+        offsets = torch.tensor([0, *map(len, self.tokens)], device=device).cumsum(0)
+        flat = torch.cat(list(found)).to(device)
+        return {"values": torch.nested.nested_tensor_from_jagged(flat, offsets)}

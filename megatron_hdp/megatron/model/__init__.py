@@ -11,7 +11,7 @@ from megatron_hdp.megatron.model.building import (
     check_recomputation,
     model_dtype,
 )
-from megatron_hdp.megatron.model.fused_loss import FusedLossModel
+from megatron_hdp.megatron.model.fused_loss import FusedLossModel, head_gives_values
 from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention
 from megatron_hdp.megatron.model.moe import (
@@ -51,6 +51,7 @@ __all__ = [
     "fused_kernel_can_count",
     "fused_kernel_is_there",
     "give_own_positions",
+    "head_gives_values",
     "let_biases_be_added",
     "model_dtype",
     "without_shared_experts",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.runtime.loss import LossSums
@@ -51,8 +52,14 @@ class FusedLossModel(GPTModel):
                     f"the fused loss does not support {name} = {getattr(self.config, name)}: "
                     "leave it out or pass --no-hdp-fused-loss"
                 )
-        if self.post_process:
+        if self.post_process and not self.gives_values:
             self.output_layer = FusedLossOutputLayer.like(self.output_layer)
+
+    @property
+    def gives_values(self) -> bool:
+        """Whether the last stage ends in a head of one output, as critics do; it stays stock."""
+        head = getattr(self, "output_layer", None)
+        return isinstance(head, torch.nn.Linear) and head.out_features == 1 and head.bias is None
 
     def _postprocess(
         self,
@@ -70,6 +77,12 @@ class FusedLossModel(GPTModel):
         loss_head = getattr(packed_seq_params, "loss_head", None)
         if loss_head is not None and self.post_process:
             learns = bool(packed_seq_params.is_whole_loss)
+            if self.gives_values:
+                group, weight = self.pg_collection.tp, self.output_layer.weight
+                is_shared_out = self.config.sequence_parallel
+                return loss_head(
+                    LastStage(hidden_states, group, is_shared_out, lambda: (weight, None))
+                )
             return loss_head(self.output_layer.last_stage(hidden_states, self._tied(), learns))
         if labels is None or not self.post_process:
             return super()._postprocess(
@@ -117,6 +130,12 @@ class FusedLossModel(GPTModel):
         """The embedding's weights where the output layer has none of its own."""
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else None
+
+
+def head_gives_values(chunk: Any) -> bool | None:
+    """See `FusedLossModel.gives_values`; None of a chunk that is not the last stage."""
+    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    return model.gives_values if model.post_process else None
 
 
 class FusedLossOutputLayer(ColumnParallelLinear):

@@ -50,6 +50,16 @@ class LastStage:
         )
         return chosen
 
+    def values(self, rows: torch.Tensor) -> torch.Tensor:
+        """What a head of one output makes of the rows, ``[n]``, at least float32."""
+        found = torch.nn.functional.linear(self.states, self.take_weight()[0])
+        if self.is_shared_out:
+            found = gather_from_sequence_parallel_region(
+                found, tensor_parallel_output_grad=False, group=self.group
+            )
+        found = found.to(torch.promote_types(found.dtype, torch.float32))
+        return found.flatten().index_select(0, rows)
+
     def log_probs(
         self,
         rows: torch.Tensor,
