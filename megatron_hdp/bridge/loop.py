@@ -59,6 +59,11 @@ class HdpLoop:
                     "loss alone: leave it out"
                 )
             require_known(state.cfg, forward_step_func)
+            if data_iterator is None:
+                raise ValueError(
+                    "found a rank without a data iterator, expected one on every rank, as Bridge's "
+                    "own data sets have it"
+                )
             return Rows.of([next(data_iterator) for _ in range(num_microbatches)])
 
         state, device = forward_step_func.args[0], compute_device()

@@ -9,8 +9,7 @@ _STEP = ("megatron.bridge.training.gpt_step", "forward_step")
 _UNSUPPORTED = {  # where it stands: values that HDP knows, what to do
     "model.context_parallel_size": ((1,), "set 1: rings are HDP's"),
     "model.calculate_per_token_loss": ((True,), "set True: a step has one divisor"),
-    "model.tensor_model_parallel_size": ((1,), "set 1, or use HdpSession in a loop of your own"),
-    "model.pipeline_model_parallel_size": ((1,), "set 1, or use HdpSession in a loop of your own"),
+    "model.virtual_pipeline_model_parallel_size": ((None,), "leave it out"),
     "model.num_moe_experts": ((None,), "use HdpSession in a loop of your own"),
     "model.mtp_num_layers": ((None, 0), "use HdpSession in a loop of your own"),
     "model.cuda_graph_impl": (("none", None), "set none"),

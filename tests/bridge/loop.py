@@ -96,9 +96,9 @@ def write_rows(folder):
 
 
 def configuration(
-    folder, *, steps, samples=SAMPLES, packed=False, sharded=False, save=None, load=None
+    folder, *, steps, samples=SAMPLES, packed=False, sharded=False, save=None, load=None, **layout
 ):
-    """Bridge's, for a LLaMA of two layers on CPUs."""
+    """Bridge's, for a LLaMA of two layers on CPUs; `layout` over ranks."""
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
     from megatron.bridge.training import config as of
@@ -118,7 +118,7 @@ def configuration(
         | {"activation_func": torch.nn.functional.silu, "add_bias_linear": False}
         | {"attention_dropout": 0.0, "make_vocab_size_divisible_by": 1}
         | {"cross_entropy_loss_fusion": False}  # it rounds gradients to bfloat16
-        | {"share_embeddings_and_output_weights": False}
+        | {"share_embeddings_and_output_weights": False, **layout}
     )
     validated = not packed and samples == SAMPLES
     data = {"do_test": False, "num_workers": 0, "pin_memory": False, "do_validation": validated}
@@ -170,11 +170,11 @@ def trained(folder, options=None, **how):
 
     class Noted(Callback):
         def on_train_step_end(self, context):
-            loss = float(context.loss_dict["lm loss"])
+            loss = float(context.loss_dict.get("lm loss", np.nan))  # the last stage has it
             found["steps"].append((context.state.train_state.step, loss, float(context.grad_norm)))
 
         def on_eval_end(self, context):
-            found["validation"].append(float(context.total_loss_dict["lm loss"]))
+            found["validation"].append(float(context.total_loss_dict.get("lm loss", np.nan)))
 
     if options is not None:
         megatron_hdp.bridge.activate(**options)

@@ -5,6 +5,7 @@ import importlib.util
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 
 from tests.bridge.loop import HOW, ROWS, trained, write_rows
 
@@ -37,6 +38,20 @@ def test_losses_are_those_of_one_rank_and_a_resumed_run_has_them_too(run_ranks, 
     for whole, resumed in zip(found, again, strict=True):
         require_same(whole, expected)
         assert resumed["steps"] == whole["steps"][2:], "the second half, bit for bit"
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_with_ranks_that_share_a_model(run_ranks, rows, name):
+    """Two replicas of two ranks under HDP against one without it."""
+    layout = {f"{name}_model_parallel_size": 2}
+    if name == "pipeline":
+        layout["pipeline_dtype"] = torch.float32
+    expected = run_ranks(2, trained, rows, steps=4, **layout, **LONG)[-1]
+    found = run_ranks(4, trained, rows, HDP, steps=4, sharded=True, **layout, **LONG)[-1]
+    np.testing.assert_allclose(found["steps"], expected["steps"], rtol=2e-4)
+    losses = [[loss for _, loss, _ in one["steps"]] for one in (found, expected)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    np.testing.assert_allclose(found["validation"], expected["validation"], rtol=1e-5)
 
 
 def test_packed_sequences_are_trained_as_single_ones(run_ranks, rows):
