@@ -189,6 +189,13 @@ class HdpOptions:
         help="Compute the loss in chunks of tokens, without holding the logits of all tokens: less "
         "memory, the same result.",
     )
+    hdp_frozen: tuple[str, ...] = option(
+        (),
+        metavar="PATTERN",
+        help="Do not train the weights whose names match one of these patterns, as "
+        "'embedding.*' '*.mlp.*'; layers are counted over the whole model, from 0. The optimizer "
+        "keeps nothing of them.",
+    )
     hdp_corrupt_limit: int = option(
         16,
         minimum=0,

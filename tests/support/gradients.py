@@ -5,6 +5,7 @@ attention (and experts) runs every sequence alone, and PyTorch's cross entropy g
 routers add to it is computed from their logits, by the definition.
 """
 
+import fnmatch
 import functools
 import json
 from contextlib import ExitStack, nullcontext
@@ -200,6 +201,7 @@ def whole_gradients(chunks, arguments):
         name: _whole(p, p.main_grad)
         for chunk in chunks
         for name, p in global_parameters(chunk.module)
+        if p.requires_grad
     }
     grads = _together(grads, parallel_state.get_expert_model_parallel_group())
     return _together(grads, parallel_state.get_pipeline_model_parallel_group())
@@ -243,7 +245,12 @@ def reference_gradients(arguments):
     whole, loss = (total + routers) / max(num_loss_tokens, 1), total / max(num_loss_tokens, 1)
     for one, count in zip(behind, num_behind, strict=True):
         whole = whole + arguments.mtp_loss_scaling_factor / depths * one / max(count, 1)
-    parameters = dict(global_parameters(gpt))
+    frozen = arguments.hdp_frozen
+    parameters = {
+        name: one
+        for name, one in global_parameters(gpt)
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen)
+    }
     grads = torch.autograd.grad(whole, list(parameters.values()))
     return loss.item(), dict(zip(parameters, grads, strict=True))
 

@@ -66,7 +66,9 @@ class StepInProgress:
 
         Backward follows in the order of forward, so norms stand in that of micro-batches.
         """
-        if embedded.requires_grad:
+        if torch.is_grad_enabled():
+            # also where the embedding is frozen: recomputation differentiates what has a gradient
+            embedded.requires_grad_()
             embedded.register_hook(lambda gradient: self.gradient_norms.append(norm(gradient)))
 
     def read_losses(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:

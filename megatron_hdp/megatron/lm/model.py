@@ -24,6 +24,7 @@ from megatron_hdp.megatron.model import (
     further_layers,
     give_own_positions,
     let_biases_be_added,
+    require_whole_layers,
 )
 
 # names, because TransformerEngine may not be installed
@@ -72,6 +73,7 @@ def take_over(chunks: Sequence[Any]) -> GPTModel:
     """
     models = [get_attr_wrapped_model(one, "decoder", return_model_obj=True) for one in chunks]
     for chunk, model in zip(chunks, models, strict=True):
+        require_whole_layers(model)
         if not isinstance(model, FusedLossModel):
             adapt(model, fused_loss=True)
         if getattr(chunk.ddp_config, "overlap_param_gather", False):

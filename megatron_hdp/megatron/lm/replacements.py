@@ -143,6 +143,7 @@ def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
     from megatron_hdp.megatron.cpu import gpu_gaps
     from megatron_hdp.megatron.lm.model import adapt
+    from megatron_hdp.megatron.model import freeze, require_frozen
 
     _job.begin(args)
     if not shim.is_active():
@@ -152,10 +153,15 @@ def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
     make_stage = bound.arguments[first]
 
     def adapted(*its_positional: Any, **its_named: Any) -> Any:
-        return adapt(make_stage(*its_positional, **its_named), fused_loss=args.hdp_fused_loss)
+        model = adapt(make_stage(*its_positional, **its_named), fused_loss=args.hdp_fused_loss)
+        freeze(model, args.hdp_frozen)
+        return model
 
     bound.arguments[first] = adapted
-    return original(*bound.args, **bound.kwargs)
+    chunks = original(*bound.args, **bound.kwargs)
+    if args.hdp_frozen:
+        require_frozen(chunks, args.hdp_frozen)
+    return chunks
 
 
 @patch("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", releases.TORCH_NORM)

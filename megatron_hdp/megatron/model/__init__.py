@@ -11,6 +11,7 @@ from megatron_hdp.megatron.model.building import (
     check_recomputation,
     model_dtype,
 )
+from megatron_hdp.megatron.model.frozen import freeze, require_frozen, require_whole_layers
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel, head_gives_values
 from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention
@@ -47,6 +48,7 @@ __all__ = [
     "build_chunks",
     "build_gpt",
     "check_recomputation",
+    "freeze",
     "further_layers",
     "fused_kernel_can_count",
     "fused_kernel_is_there",
@@ -54,5 +56,7 @@ __all__ = [
     "head_gives_values",
     "let_biases_be_added",
     "model_dtype",
+    "require_frozen",
+    "require_whole_layers",
     "without_shared_experts",
 ]

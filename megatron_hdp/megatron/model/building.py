@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_hdp.megatron.model.attention import HdpCoreAttention
+from megatron_hdp.megatron.model.frozen import freeze, require_frozen
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
 from megatron_hdp.megatron.model.mla import attend_to_own_positions, mla_settings
@@ -235,11 +236,15 @@ def block_spec(
 def build_chunks(arguments: TrainingArguments, vocab_size: int) -> list[DistributedDataParallel]:
     """This rank's parts of the model, each wrapped in Megatron's DDP, on its device.
 
-    Several with virtual stages, else one. `vocab_size` is that of the tokenizer, padded here.
+    Several with virtual stages, else one. `vocab_size` is that of the tokenizer, padded here. With
+    frozen weights every rank must call this.
     """
     config = transformer_config(arguments)
-    chunks = num_model_chunks(arguments)
-    return [_chunk(arguments, config, vocab_size, chunk, chunks) for chunk in range(chunks)]
+    num_chunks = num_model_chunks(arguments)
+    chunks = [_chunk(arguments, config, vocab_size, one, num_chunks) for one in range(num_chunks)]
+    if arguments.hybrid_data_parallel and arguments.hdp_frozen:
+        require_frozen(chunks, arguments.hdp_frozen)
+    return chunks
 
 
 def build_gpt(arguments: TrainingArguments, vocab_size: int) -> DistributedDataParallel:
@@ -280,6 +285,7 @@ def _chunk(
     if arguments.hybrid_data_parallel:
         give_own_positions(model)
         initialise_by_name(model, arguments.seed)
+        freeze(model, arguments.hdp_frozen)
     model.to(compute_device(), model_dtype(arguments))  # torch's norms ignore params_dtype
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,

@@ -1,0 +1,90 @@
+"""Weights that training leaves as they are: neither gradients nor the optimizer know them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_hdp.megatron.model.initialisation import global_parameters
+from megatron_hdp.megatron.parallel import compute_device
+from megatron_hdp.runtime.gathering import summed_by_name
+
+_TRAINED = "weights that are trained"
+
+
+def freeze(model: GPTModel, patterns: Sequence[str]) -> None:
+    """Freezes the weights of a stage whose names match; before Megatron's DDP wraps it.
+
+    Args:
+        model: of which virtual stage of which pipeline stage it may be.
+        patterns: as a shell's, of names in a whole model, as ``decoder.layers.0.*`` for its first
+            layer and ``*.mlp.*``. A tied output layer has the embedding's name.
+    """
+    for name, parameter in global_parameters(model):
+        if _matching(name, patterns):
+            parameter.requires_grad_(False)
+    require_whole_layers(model)
+
+
+def require_whole_layers(model: GPTModel) -> None:
+    """Refuses a linear layer of Megatron's whose bias is trained and whose weight is not.
+
+    Its backward (``LinearWithFrozenWeight``) would give the bias no gradient, without a word.
+
+    Raises:
+        ValueError: names it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            weight, bias = module.weight, module.bias
+            frozen = weight is not None and not weight.requires_grad
+            if frozen and bias is not None and bias.requires_grad:
+                raise ValueError(
+                    f"frozen weights: found {name}.weight frozen and {name}.bias not, expected "
+                    "both or only the bias, because Megatron's layers give the bias of a frozen "
+                    f"weight no gradient: freeze {name}.*"
+                )
+
+
+def require_frozen(chunks: Iterable[Any], patterns: Sequence[str]) -> None:
+    """Refuses patterns that match nothing, and a model that has nothing left to train.
+
+    Every rank must call this, with its own part of the model.
+
+    Args:
+        chunks: this rank's, each a GPT in whatever wraps it.
+        patterns: as of `freeze`.
+
+    Raises:
+        ValueError: says which pattern.
+    """
+    counts = dict.fromkeys((_TRAINED, *patterns), 0.0)
+    for chunk in chunks:
+        for name, parameter in global_parameters(
+            get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        ):
+            counts[_TRAINED] += parameter.requires_grad
+            for one in _matching(name, patterns):
+                counts[one] += 1
+    found = summed_by_name(counts, compute_device())
+    for one in patterns:
+        if not found[one]:
+            raise ValueError(
+                f"--hdp-frozen: found no weight whose name matches {one!r}, expected names of "
+                "weights as decoder.layers.0.mlp.linear_fc1.weight: quote the pattern, and begin "
+                "it with * to match in every layer"
+            )
+    if not found[_TRAINED]:
+        raise ValueError(
+            f"--hdp-frozen {' '.join(patterns)}: found every weight frozen, expected some to "
+            "train: name fewer"
+        )
+
+
+def _matching(name: str, patterns: Sequence[str]) -> list[str]:
+    return [one for one in patterns if fnmatchcase(name, one)]
