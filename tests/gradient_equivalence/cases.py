@@ -387,7 +387,7 @@ QUICK = {  # each model, layout and feature once; the other rows are slow
     *("mqa-tp2-sp", "mha-tp2-sp-pp2", "pp2-v2", "parts/pp2-mtp"),
     *("parts/virtual", "parts/experts-across"),
     *("streams/pp2", "recomputed/pp2-parts", "double-rings/alone"),
-    *("distributed-optimizer-pipeline", "full-recompute", "corrupt"),
+    *("distributed-optimizer-pipeline", "frozen/full-recompute", "corrupt"),
     *(SMOKE, "some-layers-v2", "both-tensor", "layer-scaling", "taken-over-window"),
     *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-latent-tp2-sp"),
     "uneven-virtual-empty",

@@ -29,6 +29,7 @@ TODAYS = EXPERTS | {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.05,
 }
+FROZEN = {"hdp_frozen": ("embedding.*", "*.linear_qkv.*")}
 LATENT = MLA | SMALL | SHARES | {"hdp_mla_ring": "latent"}
 
 # parts of layouts
@@ -78,6 +79,8 @@ CASES = {
     "to-tp2-sp-pp2-sharded": Case(FOUR, (4, SEQUENCE | STAGES), SMALL | SHARES, quick=True),
     "to-one-rank": Case((4, SEQUENCE | STAGES), ALONE, SMALL),
     "to-one-rank-sharded": Case((4, SEQUENCE | STAGES), ALONE, SMALL | SHARES),
+    "frozen-to-pp2-sharded": Case(TWO, (2, STAGES), FROZEN | SMALL | SHARES),
+    "frozen-to-tp2": Case(TWO, (2, TENSOR), FROZEN | SMALL),
     "mtp-to-pp2": Case(ALONE, (2, STAGES), MTP | SMALL, quick=True),
     "parts-to-one-rank": Case((4, IN_STAGES), ALONE, DEEP | SHARES),
     "mtp-to-parts": Case(TWO, (4, IN_STAGES), DEEP | MTP),

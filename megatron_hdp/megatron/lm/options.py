@@ -52,7 +52,7 @@ _MTP = "HDP's MTP layers have their own weights, and the model learns from their
 _ROUTING = "its effect depends on which tokens share a micro-batch, so on the plan"
 _FSDP = "HDP reduces gradients with Megatron's DDP and distributed optimizer"
 _SCHEDULE = "it changes Megatron's schedule, but under HDP a step follows its plan"
-_PRETRAINS = "HDP trains all weights on the cross entropy of the next token"
+_PRETRAINS = "HDP trains on the cross entropy of the next token"
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "context_parallel_size": (1, _OWN_RINGS),
@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fp4": (None, "use --bf16"),
     "te_precision_config_file": (None, "it gives FP8 to single layers: use --fp8-format"),
     "perform_rl_step": (False, _PRETRAINS),
-    "freeze_all_layers": (False, _PRETRAINS),
+    "freeze_all_layers": (False, "use --hdp-frozen, which names weights"),
     "logits_save_dir": (None, _PRETRAINS),
     "logits_load_dir": (None, _PRETRAINS),
     "inprocess_restart": (False, "use torchrun --max-restarts"),

@@ -50,6 +50,7 @@ LLAMA = f"""{MODEL} --use-rope-scaling --rotary-base 500000 --rotary-percent 0.5
 YARN = f"""{MODEL} --position-embedding-type yarn --rotary-scaling-factor 4
 --yarn-original-max-position-embeddings 64 --yarn-beta-fast 8 --no-rope-freq 2
 --no-yarn-correction-range-round-to-int"""
+FROZEN = f"{MODEL} --hdp-frozen embedding.* *.linear_qkv.*"
 HAS_YARN = tuple(map(int, package_info.__version__.split(".")[:2])) >= (0, 19)
 
 ONE, TWO = [*HDP, "256"], (2, [*HDP, "160"])
@@ -91,6 +92,7 @@ CASES = {
     "plain": Case(MODEL, {}, 2e-6, ""),
     "llama": Case(LLAMA, {"two": TWO}, 2e-6, ""),
     "yarn": Case(YARN, {"two": TWO}, 2e-6, ""),
+    "frozen": Case(FROZEN, {"two": TWO, "stages": STAGES}, 2e-6),
     "none": Case(f"{MODEL} --position-embedding-type none", {"two": TWO}, 2e-6, ""),
 }
 RESUMED = {"two": TWO, "tensor": (2, [*ONE, *TENSOR, "--make-vocab-size-divisible-by", "192"])}
@@ -150,6 +152,16 @@ def test_every_layout_has_the_losses_of_one_rank(more, name):
     if not case.first:
         plain = scalars(more, "plain one")
         assert plain["lm loss"][2] != pytest.approx(one["lm loss"][2], rel=1e-5)  # flags matter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["frozen"])
+def test_frozen_weights_keep_their_bits(more, name):
+    before, after = weights(more, "frozen weights", 3), weights(more, "frozen one", 4)
+    model = {one for one in after if "exp_avg" not in one and "optimizer" not in one} & set(before)
+    assert len(model) > 5
+    same = {one for one in model if torch.equal(before[one], after[one])}
+    assert same == {one for one in model if "embedding." in one or "linear_qkv.weight" in one}
 
 
 @pytest.mark.parametrize("name", slow(["deepseek", "deepseek-stages"]))
