@@ -133,9 +133,13 @@ class FusedLossModel(GPTModel):
 
 
 def head_gives_values(chunk: Any) -> bool | None:
-    """See `FusedLossModel.gives_values`; None of a chunk that is not the last stage."""
+    """See `FusedLossModel.gives_values`; None of a chunk that is not the last stage.
+
+    None also of a model that its session has released.
+    """
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    return model.gives_values if model.post_process else None
+    is_last = isinstance(model, FusedLossModel) and model.post_process
+    return model.gives_values if is_last else None
 
 
 class FusedLossOutputLayer(ColumnParallelLinear):
