@@ -81,7 +81,7 @@ def require_finite_loss(
     )
 
 
-def gathered(found: torch.Tensor, to: str) -> torch.Tensor | None:
+def added_up(found: torch.Tensor, to: str) -> torch.Tensor | None:
     """Sums of what each rank holds a part of, on the CPU; None on ranks that are to get none."""
     found = found.to(parallel.compute_device())
     if to == "all":

@@ -41,9 +41,9 @@ from megatron_hdp.session.moving import SessionPlace, world_of
 from megatron_hdp.session.objectives import LogProbs, OwnFunction, Values, WeightedNll
 from megatron_hdp.session.outcome import (
     SessionReport,
+    added_up,
     clear_gradients,
     finish_gradients,
-    gathered,
     in_mode,
     require_finite_loss,
     totals_of,
@@ -474,7 +474,7 @@ class HdpSession:
         job = totals_of(outcome, self.place, False)
         require_finite_loss(job["loss"], micro_batches, outcome.losses)
         is_mine = self.place.is_last_stage and self.place.tensor_rank == 0
-        found = gathered(objective.all(dtype) if is_mine else objective.none(dtype), to)
+        found = added_up(objective.all(dtype) if is_mine else objective.none(dtype), to)
         return None if found is None else checked.per_sequence(found)
 
     def _run(
