@@ -170,20 +170,11 @@ def main() -> None:
     ):
         parser.add_argument(f"--{flag}", type=int, default=number, help=f"{of} ({number})")
     settings = parser.parse_args()
-    import transformers
+    from tests.verl.engines import save_llama
 
-    config = transformers.LlamaConfig(
-        hidden_size=settings.hidden,
-        intermediate_size=2 * settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-    )
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        save_llama(folder, settings.hidden, settings.layers, VOCABULARY)
         torch.multiprocessing.spawn(measure, (settings, folder), settings.ranks)
 
 

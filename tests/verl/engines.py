@@ -4,9 +4,11 @@ import importlib.util
 import os
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from tests.session.test_bridge import bridge_of
 
@@ -26,6 +28,22 @@ OVERRIDES = dict.fromkeys(
 def is_there():
     """Whether verl and Megatron-Bridge are installed."""
     return None not in map(importlib.util.find_spec, ("verl", "megatron.bridge"))
+
+
+def save_llama(
+    folder: str | Path, hidden: int = 64, layers: int = 2, vocabulary: int = 128
+) -> None:
+    """A LLaMA with random weights, as transformers saves it."""
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def engine_of(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tests.verl.engines import HOW, engine_of, is_there
+from tests.verl.engines import HOW, engine_of, is_there, save_llama
 
 VOCABULARY, TEMPERATURE = 128, 0.9
 TEMPERATURES = (0.5, 0.9, 1.0, 1.5, 2.0, 0.7)  # of sequences, in one case
@@ -34,10 +34,7 @@ def test_losses_and_gradients_are_those_of_one_rank(run_ranks, tmp_path, monkeyp
     if not is_there():
         pytest.skip(HOW)
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "hdp")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
-    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    save_llama(tmp_path, vocabulary=VOCABULARY)
     num_ranks, how = LAYOUTS[layout]
     found = run_ranks(num_ranks, trained, str(tmp_path), how, timeout_s=800)
     expected = by_transformers(str(tmp_path))

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import transformers
 
-from tests.verl.engines import HOW, engine_of, is_there
+from tests.verl.engines import HOW, engine_of, is_there, save_llama
 from tests.verl.test_engine import VOCABULARY, batch_of, loss_of
 
 
@@ -15,10 +14,7 @@ def test_phases(run_ranks, tmp_path, monkeypatch):
     if not is_there():
         pytest.skip(HOW)
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "hdp")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
-    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    save_llama(tmp_path / "model", vocabulary=VOCABULARY)
     for found in run_ranks(2, phases, str(tmp_path), timeout_s=800):
         assert found["resumed"] == found["went on"] and found["went on"] != found["first"]
         assert found["from the host"] == found["first"]

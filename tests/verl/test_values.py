@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from tests.verl.engines import HOW, engine_of, is_there
+from tests.verl.engines import HOW, engine_of, is_there, save_llama
 from tests.verl.test_engine import LENGTHS, VOCABULARY, batch_of, plain
 
 LAYOUTS = {"ranks alone": (2, {}), "pipeline": (4, {"pipeline": 2})}
@@ -20,10 +20,7 @@ def test_values_and_gradients_are_those_of_one_rank(run_ranks, tmp_path, monkeyp
     if not is_there():
         pytest.skip(HOW)
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "hdp")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
-    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    save_llama(tmp_path, vocabulary=VOCABULARY)
     num_ranks, how = LAYOUTS[layout]
     for found in run_ranks(num_ranks, trained, str(tmp_path), how, timeout_s=800):
         wanted = by_transformers(str(tmp_path), found["head"])
