@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megatron_hdp.data_plane import keeper
 from megatron_hdp.data_plane.cluster.job_folder import PREFIX, SHARED_MEMORY, folder_of_job
-from megatron_hdp.data_plane.cluster.ray_node import free_port
 from megatron_hdp.data_plane.names import END_SIGNAL
 from megatron_hdp.data_plane.node_files import last_words, log_of
+from megatron_hdp.processes.ports import free_port
 
 _END_S = 20.0
 SOCKET = "node.sock"

@@ -6,13 +6,14 @@ What it needs to work is imported when it runs, so that help is immediate.
 import argparse
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+
+from megatron_hdp.processes.ports import free_port
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
@@ -159,10 +160,8 @@ def _take_place_alone() -> None:
     """Makes a process that nobody gave a place in a job the only rank of one."""
     if any(name in os.environ for name in _PLACE[:2]):
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(zip(_PLACE, ("0", "1", "0", "1", "127.0.0.1", str(port)), strict=True))
+    place = ("0", "1", "0", "1", "127.0.0.1", str(free_port()))
+    os.environ.update(zip(_PLACE, place, strict=True))
 
 
 def _measured(arguments: "TrainingArguments", budget_s: float, force: bool) -> "Profile | None":

@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from megatron_hdp.data import TokenWriter
+from megatron_hdp.processes.ports import free_port
 from scripts.gpu.several_ranks import one_gpu_environment
-from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 6, 3

@@ -23,9 +23,9 @@ from megatron_hdp.launching import Agent, LaunchPlan, NodeAgent, wire
 from megatron_hdp.launching.agent import places_in
 from megatron_hdp.launching.other_nodes import OtherNodes
 from megatron_hdp.launching.wire import Arrival, Order, Told
+from megatron_hdp.processes.ports import free_port
 from megatron_hdp.runtime.epochs import Epoch, Terms, keys
 from tests.support import ranks
-from tests.support.processes import free_port
 
 RANK = f"""\
 import os, time

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_hdp.megatron.lm import replacements
-from tests.support.processes import free_port
+from megatron_hdp.processes.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {

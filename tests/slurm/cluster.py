@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.processes import free_port
+from megatron_hdp.processes.ports import free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scancel", "scontrol")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
+from megatron_hdp.processes.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/slurm/pretrain.sbatch"

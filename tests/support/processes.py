@@ -6,10 +6,8 @@ ranks that torchrun starts do; rank 0 holds the store. What a process writes goe
 
 import gc
 import os
-import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from megatron_hdp.processes.ports import free_port
 from tests.support.ranks import _context, _server_environment
 
 ROOT = Path(__file__).parents[2]
@@ -90,15 +89,6 @@ def started(
         for started_rank in ranks:
             started_rank.process.kill()
             started_rank.process.join()
-
-
-def free_port() -> int:
-    """A port below those that connections of other processes are given."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with socket.socket() as one:
-            if one.connect_ex(("127.0.0.1", port)):
-                return port
-    raise RuntimeError("found no free port")
 
 
 def run_script(

@@ -14,7 +14,7 @@ from unittest import mock
 from megatron_hdp.data_plane.cluster.job_folder import folder_of_job
 from megatron_hdp.data_plane.cluster.ray_node import ray_node
 from megatron_hdp.data_plane.starting import _LOOPBACK
-from tests.support.processes import free_port
+from megatron_hdp.processes.ports import free_port
 
 START_S = 240  # on a machine that is busy with other tests
 ASK_S = 180

@@ -24,9 +24,10 @@ import pytest
 from megatron_hdp.data_plane.hooks import VARIABLE
 from megatron_hdp.data_plane.watcher import Watcher
 from megatron_hdp.megatron.execution.executor import HdpExecutor
+from megatron_hdp.processes.ports import free_port
 from tests.support import slow_text
 from tests.support.plane import processes_of
-from tests.support.processes import free_port, started, until
+from tests.support.processes import started, until
 from tests.support.ray_cluster import running_cluster
 from tests.support.sources import WEIGHTS, data_file, write_notes, write_sources
 from tests.training import runs

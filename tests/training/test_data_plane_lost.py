@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from megatron_hdp.data_plane.node_files import read_status
+from megatron_hdp.processes.ports import free_port
 from tests.support.plane import processes_of
-from tests.support.processes import free_port, running, started, until
+from tests.support.processes import running, started, until
 from tests.support.sources import WEIGHTS, data_file, write_sources
 from tests.training.faults import train
 from tests.training.runs import folder, lines_of, long_flags, steps_of

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.processes.ports import free_port
 from megatron_hdp.runtime.epochs import keys
 from tests.support.epochs import DiesIn, SurvivingJob
 from tests.support.gradients import write_corpus
-from tests.support.processes import free_port
 from tests.training.runs import LENGTHS, curve, flags, lines_of
 from tests.training.test_lost_rank import (
     SHARDED,

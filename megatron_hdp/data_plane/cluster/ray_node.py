@@ -23,6 +23,7 @@ import psutil
 
 from megatron_hdp.data_plane.cluster.job_folder import RAY
 from megatron_hdp.processes import end_with_parent
+from megatron_hdp.processes.ports import free_port
 
 _LOOK_S = 2.0
 _WATCH_S = 0.25
@@ -173,10 +174,3 @@ def _runs(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
-    with socket.socket() as bound:
-        bound.bind(("", 0))
-        return int(bound.getsockname()[1])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.processes import free_port
+from megatron_hdp.processes.ports import free_port
 
 connect = pytest.importorskip(
     "megatron_hdp.data_plane.cluster.connect", reason="no Ray: pip install 'megatron-hdp[ray]'"

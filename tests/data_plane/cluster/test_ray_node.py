@@ -16,8 +16,8 @@ import pytest
 
 from megatron_hdp.data_plane.cluster import ray_node
 from megatron_hdp.data_plane.names import WARNINGS
+from megatron_hdp.processes.ports import free_port
 from tests.support.node import until
-from tests.support.processes import free_port
 
 START_S = 240.0
 

@@ -26,10 +26,10 @@ import torch
 
 from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import Position
+from megatron_hdp.processes.ports import free_port
 from megatron_hdp.runtime.epochs import keys
 from tests.support.epochs import DiesIn, SurvivingJob
 from tests.support.older import order_before_mixtures
-from tests.support.processes import free_port
 
 DEADLINE_S = 240
 

@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from tests.support.processes import free_port, run_script
+from megatron_hdp.processes.ports import free_port
+from tests.support.processes import run_script
 from tests.support.scripts import SCRIPTS
 
 FOLDER = SCRIPTS / "examples" / "own_loop"
