@@ -1,4 +1,4 @@
-"""Builds the planner and the order of the data, in C++; pyproject.toml declares all else."""
+"""Builds the planners and the order of the data, in C++; pyproject.toml declares all else."""
 
 from glob import glob
 
@@ -29,6 +29,7 @@ setup(
     ext_modules=[
         extension("megatron_hdp.planner._core", "bindings.cpp", "planner"),
         extension("megatron_hdp.data._order", "order_bindings.cpp", "data"),
+        extension("megatron_hdp.media._items", "media_bindings.cpp", "media"),
     ],
     cmdclass={"build_ext": build_ext},
 )

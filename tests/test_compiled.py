@@ -10,7 +10,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megatron_hdp"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-PARTS = {"planner": ("_core", "planner"), "data": ("_order", "order of the data")}
+PARTS = {
+    "planner": ("_core", "planner"),
+    "data": ("_order", "order of the data"),
+    "media": ("_items", "planner of items"),
+}
 
 
 @pytest.fixture(scope="module")

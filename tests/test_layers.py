@@ -30,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "planner/shape": {"planner"},
     "planner/stages": {"planner/shape"},
     "planner/memory": {"planner/shape", "planner/stages"},
+    "media": set(),
     "data": {"planner"},
     "data/tokenizers": {"data"},
     "data/formats": {"data"},
@@ -108,7 +109,7 @@ ROOMS: dict[str, set[str]] = {
     "cli/data_commands": {"cli/shared", "planner", "data", "data_plane", "simulator"},
     "cli/checking": {"cli/shared", "planner", "data", "megatron", "simulator"},
     "cli": {
-        *{"cli/shared", "cli/data_commands", "cli/checking"},
+        *{"cli/shared", "cli/data_commands", "cli/checking", "media"},
         *{"planner", "data", "simulator", "runtime", "megatron", "training"},
         *{"profile", "convert", "launching"},
     },

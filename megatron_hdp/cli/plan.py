@@ -1,6 +1,11 @@
-"""``megatron-hdp plan``: plans one global batch of given lengths and says how good the plan is."""
+"""``megatron-hdp plan``: plans one global batch and says how good the plan is.
+
+Of given lengths it plans rings; of the sizes of images and videos, who encodes what.
+"""
 
 import argparse
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.shared.numbers import above_zero, number, whole
@@ -13,6 +18,10 @@ if TYPE_CHECKING:
     from megatron_hdp.cli.plan_outcomes import Outcome, Request
 
 _WRITTEN = ("--output", "--plot", "--trace")
+_OF_ITEMS = (
+    *("items", "encoder", "media_balance", "micro_batches", "replica_ranks", "patches_per_pack"),
+)
+_OF_BOTH = ("ranks", "ranks_per_node", "rank_speeds", "compare", "output")
 _MODELS = "llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b"
 
 
@@ -26,18 +35,25 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _add_ranks(ranks)
     _add_experts(ranks)
     _add_planning(parser.add_argument_group("how to plan"))
+    _add_items(parser.add_argument_group("images and videos of a step, with --items"))
     _add_results(parser.add_argument_group("results"))
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=partial(_run, parser))
 
 
 def _add_batch(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    add(
+    given = group.add_mutually_exclusive_group(required=True)
+    given.add_argument(
         "--lengths",
-        required=True,
         metavar="FILE|preset:github|preset:byted",
         help="a text file with one sequence length per line, an .idx file, or lengths drawn from a "
         "preset of the paper's datasets",
+    )
+    given.add_argument(
+        "--items",
+        metavar="FILE",
+        help="a text file with an image or a video per line, HEIGHT WIDTH [FRAMES] in pixels: plan "
+        "which ranks encode them; they lie in the step's sequences in this order",
     )
     number(
         add,
@@ -56,12 +72,13 @@ def _add_batch(group: "argparse._ArgumentGroup") -> None:
 
 def _add_ranks(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
-    number(add, "--ranks", "N", 1, 2**20, "HDP ranks", required=True)
+    number(
+        add, "--ranks", "N", 1, 2**20, "HDP ranks; with --items all ranks of the job", required=True
+    )
     number(
         add,
         *("--tokens-per-rank", "C", 1, 2**40),
-        "capacity: the most tokens that one rank holds in a micro-batch",
-        required=True,
+        "capacity: the most tokens that one rank holds in a micro-batch; --lengths needs it",
     )
     number(add, "--pipeline-stages", "P", 1, 1024, "pipeline stages of a rank", default=1)
     number(
@@ -184,6 +201,32 @@ def _add_planning(group: "argparse._ArgumentGroup") -> None:
     )
 
 
+def _add_items(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--encoder",
+        choices=("qwen3-vl", "qwen2.5-vl", "clip-l-336", "siglip-so400m-384"),
+        default="qwen3-vl",
+        help="that takes them: it says how they are resized and what they cost (default: qwen3-vl)",
+    )
+    add(
+        "--media-balance",
+        choices=("home", "replica", "micro-batch", "step"),
+        default="step",
+        help="home: the rank encodes that has the rows; replica: the ranks of a replica, by rows; "
+        "micro-batch: all ranks, each micro-batch for itself; step: all ranks for the whole step, "
+        "by cost, large items cut over ranks of a node (default: step)",
+    )
+    number(add, "--micro-batches", "M", 1, 2**20, "micro-batches of a rank in a step", default=8)
+    number(add, "--replica-ranks", "R", 1, 2**20, "neighbouring ranks of a replica", default=8)
+    number(
+        add,
+        *("--patches-per-pack", "P", 4, 2**40),
+        "the most patches in a call of the encoder",
+        default=65_536,
+    )
+
+
 def _add_results(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add("--output", metavar="FILE", help="write the plan as JSON")
@@ -196,7 +239,36 @@ def _add_results(group: "argparse._ArgumentGroup") -> None:
     add("--compare", action="store_true", help="plan with every strategy and print a table")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    _check_files(arguments)
+    if arguments.items is not None:
+        from megatron_hdp.cli import plan_items
+
+        given = set(vars(arguments)) - {"run", "subcommand"}
+        _refuse(parser, arguments, given.difference(_OF_ITEMS, _OF_BOTH), "--items")
+        return plan_items.run(arguments)
+    _refuse(parser, arguments, _OF_ITEMS, "--lengths")
+    if arguments.tokens_per_rank is None:
+        raise ValueError(
+            "--tokens-per-rank: found none, expected a rank's capacity beside --lengths"
+        )
+    return _run_lengths(arguments)
+
+
+def _refuse(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    names: Iterable[str],
+    beside: str,
+) -> None:
+    """Refuse flags that have no effect."""
+    for name in sorted(names):
+        if getattr(arguments, name) != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} has no effect on {beside}: leave it out")
+
+
+def _run_lengths(arguments: argparse.Namespace) -> int:
     from megatron_hdp.cli import plan_outcomes, plan_text
     from megatron_hdp.cli.lengths import batch_of
     from megatron_hdp.cli.shared.models import (
@@ -205,7 +277,6 @@ def _run(arguments: argparse.Namespace) -> int:
         with_expert_share,
     )
 
-    _check_files(arguments)
     batch = batch_of(
         arguments.lengths,
         ranks=arguments.ranks,
@@ -252,7 +323,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
     """Refuse to write one file over another, or over what is read."""
     named = {
         flag: getattr(arguments, flag[2:].replace("-", "_"))
-        for flag in (*_WRITTEN, "--lengths", "--model", "--cost-model", "--rank-speeds")
+        for flag in (*_WRITTEN, "--lengths", "--items", "--model", "--cost-model", "--rank-speeds")
     }
     written = [(flag, named.pop(flag)) for flag in _WRITTEN]
     check_outputs(written, named.items())

@@ -133,13 +133,13 @@ class Check:
             digest.update(path.read_bytes())
         stamp = self.work / "planner"
         tag = sys.implementation.cache_tag
-        files = (f"planner/_core.{tag}*", f"data/_order.{tag}*")
+        files = (f"planner/_core.{tag}*", f"data/_order.{tag}*", f"media/_items.{tag}*")
         built = all(any((ROOT / "megatron_hdp").glob(one)) for one in files)
         if built and stamp.exists() and stamp.read_text() == digest.hexdigest():
             return Row("planner", "ok", figures="built before")
         done = self.command([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], 240)
         if done.code == 0:
-            parts = "import megatron_hdp.planner, megatron_hdp.data"
+            parts = "import megatron_hdp.planner, megatron_hdp.data, megatron_hdp.media"
             done = self.command([sys.executable, "-c", parts], 60)
         if done.code == 0:
             stamp.write_text(digest.hexdigest())

@@ -102,6 +102,7 @@ COMMANDS = {
     "--output plan.json --plot plan.png --trace trace.json": COMMAND,
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 32768 "
     "--pipeline-stages 8 --sequence-parts 16": COMMAND,
+    "megatron-hdp plan --items docs/example-sizes.txt --ranks 256 --compare": COMMAND,
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 --compare": (
         COMMAND
     ),

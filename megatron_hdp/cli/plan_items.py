@@ -1,0 +1,198 @@
+"""``megatron-hdp plan --items``: which ranks encode which images and videos of a step."""
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hdp.arrays import Int64Array
+from megatron_hdp.cli.shared.numbers import lines_of, pieces, read_speeds, shown
+from megatron_hdp.cli.shared.outputs import write_json
+from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.media import (
+    ENCODERS,
+    ITEM_STRATEGIES,
+    Encoder,
+    ItemBatch,
+    ItemCostModel,
+    ItemFigures,
+    ItemPlan,
+    dealt,
+    evaluate_items,
+    plan_items,
+)
+from megatron_hdp.simulator.units import aligned, seconds
+
+_COLUMNS = (
+    *("strategy", "efficiency", "bound/makespan", "makespan", "cut items", "packs"),
+    *("rows to other nodes", "planning"),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a file of sizes holds."""
+
+    patches: Int64Array
+    """Of each item, ``[items]``."""
+    num_images: int
+    num_videos: int
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    plan: ItemPlan
+    figures: ItemFigures
+    planning_s: float
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans the items of a file, prints how good the plan is, and writes it."""
+    encoder = ENCODERS[arguments.encoder]
+    sizes = read_sizes(arguments.items, encoder)
+    consumers, micro_batches = dealt(sizes.patches, arguments.ranks, arguments.micro_batches)
+    speeds = None
+    if arguments.rank_speeds is not None:
+        speeds = np.array(read_speeds(arguments.rank_speeds, arguments.ranks))
+    batch = ItemBatch(
+        patches=sizes.patches,
+        consumers=consumers,
+        micro_batches=micro_batches,
+        num_ranks=arguments.ranks,
+        ranks_per_node=arguments.ranks_per_node or 8,
+        patches_per_row=encoder.patches_per_row,
+        patches_per_pack=arguments.patches_per_pack,
+        speeds=speeds,
+    )
+    cost = ItemCostModel.from_encoder(encoder)
+
+    def outcome(strategy: str) -> _Outcome:
+        begin = time.perf_counter()
+        plan = plan_items(batch, cost, strategy, replica_ranks=arguments.replica_ranks)
+        planning_s = time.perf_counter() - begin
+        plan.validate(batch, packs_have_room=strategy == "step")
+        return _Outcome(plan, evaluate_items(batch, plan, cost), planning_s)
+
+    chosen = outcome(arguments.media_balance)
+    print(_batch_line(sizes, batch))
+    if arguments.compare:
+        others = [one for one in ITEM_STRATEGIES if one != chosen.plan.strategy]
+        found = {one: outcome(one) for one in others} | {chosen.plan.strategy: chosen}
+        print(_table([found[one] for one in ITEM_STRATEGIES]))
+    else:
+        print(_summary(chosen, arguments.encoder))
+    if arguments.output:
+        _write(arguments.output, chosen.plan, batch)
+    return ExitCode.DONE
+
+
+def read_sizes(path: str, encoder: Encoder) -> Sizes:
+    """Return the items of a text file: ``height width [frames]`` in pixels, a picture a line.
+
+    Args:
+        path: of the file; what follows a # is left out, and empty lines.
+        encoder: by whose rules they are resized.
+
+    Raises:
+        ValueError: a line that is none, with its number.
+    """
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    patches: list[int] = []
+    counts = [0, 0]
+    for line, text in (one for piece in pieces(path) for one in lines_of(*piece)):
+        fields = text.split("#", 1)[0].split()
+        if not fields:
+            continue
+        try:
+            size = tuple(map(int, fields))
+            if len(size) not in (2, 3):
+                raise ValueError(f"found {len(size)} numbers, expected height, width and frames")
+            if size not in known:
+                known[size] = encoder.resizing.patches(*size)
+        except ValueError as error:
+            why = str(error) if str(error).startswith("found") else f"found {shown(text)}"
+            raise ValueError(
+                f"--items {path}, line {line}: {why}; a line is HEIGHT WIDTH [FRAMES]"
+            ) from None
+        of_each, items = known[size]
+        patches += [of_each] * items
+        counts[len(size) - 2] += 1
+    if not patches:
+        raise ValueError(f"--items {path}: found no size, expected lines of HEIGHT WIDTH [FRAMES]")
+    return Sizes(np.array(patches, dtype=np.int64), *counts)
+
+
+def _batch_line(sizes: Sizes, batch: ItemBatch) -> str:
+    n = sizes.patches
+    return (
+        f"{sizes.num_images:,} images and {sizes.num_videos:,} videos: {len(n):,} items, "
+        f"{n.sum():,} patches (median {int(np.median(n)):,}, largest {n.max():,}), "
+        f"{n.sum() // batch.patches_per_row:,} rows on {batch.num_ranks:,} ranks"
+    )
+
+
+def _summary(made: _Outcome, name: str) -> str:
+    figures = made.figures
+    rows = [
+        ("strategy", made.plan.strategy),
+        ("encoder", f"{name}, trained, by its shape at 400 TFLOP/s"),
+        ("efficiency", f"{figures.efficiency:.3f}  (all items / sum of speeds / makespan)"),
+        (
+            "bound/makespan",
+            f"{_share(figures):.3f}  (no plan takes less than {seconds(figures.bound_s)})",
+        ),
+        ("makespan", seconds(figures.makespan_s)),
+        ("cut items", f"{figures.num_cut:,}  ({_degrees(made.plan)})"),
+        ("packs", f"{figures.num_packs:,}"),
+        ("rows to other nodes", f"{figures.rows_to_other_nodes:,}"),
+        ("planning", f"{1e3 * made.planning_s:.2f} ms"),
+    ]
+    return "\n".join(f"  {name:<20} {value}" for name, value in rows)
+
+
+def _degrees(plan: ItemPlan) -> str:
+    degrees, counts = np.unique(plan.degrees, return_counts=True)
+    pairs = zip(degrees.tolist(), counts.tolist(), strict=True)
+    return ", ".join(f"{count:,} on {degree}" for degree, count in pairs)
+
+
+def _table(outcomes: Sequence[_Outcome]) -> str:
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for one in outcomes:
+        figures = one.figures
+        rows.append(
+            (
+                one.plan.strategy,
+                f"{figures.efficiency:.3f}",
+                f"{_share(figures):.3f}",
+                seconds(figures.makespan_s),
+                f"{figures.num_cut:,}",
+                f"{figures.num_packs:,}",
+                f"{figures.rows_to_other_nodes:,}",
+                f"{1e3 * one.planning_s:.2f} ms",
+            )
+        )
+    return "\n".join(aligned(rows))
+
+
+def _share(figures: ItemFigures) -> float:
+    return figures.bound_s / figures.makespan_s if figures.makespan_s else math.nan
+
+
+def _write(path: str, plan: ItemPlan, batch: ItemBatch) -> None:
+    fields = {
+        "strategy": plan.strategy,
+        "num_ranks": batch.num_ranks,
+        "ranks_per_node": batch.ranks_per_node,
+        "patches_per_row": batch.patches_per_row,
+        "patches": batch.patches.tolist(),
+        "consumers": batch.consumers.tolist(),
+        "first_ranks": plan.first_ranks.tolist(),
+        "degrees": plan.degrees.tolist(),
+        "turns": plan.turns.tolist(),
+        "phases": plan.phases.tolist(),
+    }
+    write_json(path, fields)

@@ -1,0 +1,23 @@
+"""Items of multimodal steps: images, temporal patches of videos, and which ranks encode them."""
+
+from megatron_hdp.media.cost import ItemCostModel
+from megatron_hdp.media.encoders import ENCODERS, Encoder, Resizing
+from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bound_s
+from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
+from megatron_hdp.media.planning import ITEM_STRATEGIES, dealt, plan_items
+
+__all__ = [
+    "ENCODERS",
+    "ITEM_STRATEGIES",
+    "Encoder",
+    "ItemBatch",
+    "ItemCostModel",
+    "ItemFigures",
+    "ItemPlan",
+    "ItemPlanError",
+    "Resizing",
+    "dealt",
+    "evaluate_items",
+    "items_bound_s",
+    "plan_items",
+]

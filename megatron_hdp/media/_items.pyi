@@ -1,0 +1,16 @@
+import numpy as np
+from numpy.typing import NDArray
+
+def plan_items(
+    patches: NDArray[np.int64],
+    consumers: NDArray[np.int32],
+    speeds: NDArray[np.float64],
+    *,
+    ranks_per_node: int,
+    patches_per_row: int,
+    patches_per_pack: int,
+    patch_s: float,
+    patch2_s: float,
+    pack_s: float,
+    gathered_s_per_patch: float,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], float, float]: ...

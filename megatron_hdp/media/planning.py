@@ -1,0 +1,147 @@
+"""Plans which ranks encode which items of a step: ours, and what others do.
+
+- ``home``: each item where its rows are, as a model does that has its encoder in its first stage.
+- ``replica``: over the ranks of one replica, by rows, longest first (the ``mdp`` of NVIDIA's forks).
+- ``micro-batch``: each micro-batch's items over all ranks, by their square (VeOmni).
+- ``step``: a step's items over all ranks, by their cost, large ones cut.
+"""
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_hdp.arrays import Float64Array, Int32Array, Int64Array
+from megatron_hdp.media.cost import ItemCostModel
+from megatron_hdp.media.extension import _items
+from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
+
+
+def plan_items(
+    batch: ItemBatch, cost: ItemCostModel, strategy: str = "step", *, replica_ranks: int = 8
+) -> ItemPlan:
+    """Return a plan; the same for the same arguments.
+
+    Args:
+        batch: the items of a step.
+        cost: of items.
+        strategy: one of `ITEM_STRATEGIES`.
+        replica_ranks: neighbouring ranks that ``replica`` balances among themselves.
+
+    Raises:
+        ItemPlanError: figures that are none, or an item that no node can hold.
+    """
+    try:
+        if strategy == "step":
+            return _step(batch, cost)
+        return _OTHERS[strategy](batch, replica_ranks)
+    except KeyError:
+        raise ItemPlanError(
+            f"a strategy of items: found {strategy!r}, expected one of {', '.join(ITEM_STRATEGIES)}"
+        ) from None
+    except ValueError as error:
+        raise ItemPlanError(f"a plan of items: {error}") from None
+
+
+def _step(batch: ItemBatch, cost: ItemCostModel) -> ItemPlan:
+    first_ranks, degrees, turns, _, _ = _items.plan_items(
+        batch.patches,
+        batch.consumers,
+        batch.rank_speeds,
+        ranks_per_node=batch.ranks_per_node,
+        patches_per_row=batch.patches_per_row,
+        patches_per_pack=batch.patches_per_pack,
+        patch_s=cost.patch_s,
+        patch2_s=cost.patch2_s,
+        pack_s=cost.pack_s,
+        gathered_s_per_patch=cost.gathered_s_per_patch,
+    )
+    return ItemPlan(
+        strategy="step",
+        first_ranks=first_ranks,
+        degrees=degrees,
+        turns=turns,
+        phases=np.zeros_like(turns),
+    )
+
+
+def _home(batch: ItemBatch, replica_ranks: int) -> ItemPlan:
+    del replica_ranks
+    return _of_whole("home", batch, batch.consumers, _no_phase(batch))
+
+
+def _replica(batch: ItemBatch, replica_ranks: int) -> ItemPlan:
+    ranks = np.empty_like(batch.consumers)
+    replicas = batch.consumers // replica_ranks
+    for replica in np.unique(replicas):
+        first = int(replica) * replica_ranks
+        mine = np.flatnonzero(replicas == replica)
+        members = min(replica_ranks, batch.num_ranks - first)
+        ranks[mine] = first + _longest_first(batch.patches[mine].astype(float), members)
+    return _of_whole("replica", batch, ranks, _no_phase(batch))
+
+
+def _micro_batch(batch: ItemBatch, replica_ranks: int) -> ItemPlan:
+    del replica_ranks
+    ranks = np.empty_like(batch.consumers)
+    for number in np.unique(batch.micro_batches):
+        mine = np.flatnonzero(batch.micro_batches == number)
+        ranks[mine] = _longest_first(batch.patches[mine].astype(float) ** 2, batch.num_ranks)
+    return _of_whole("micro-batch", batch, ranks, batch.micro_batches)
+
+
+_OTHERS: dict[str, Callable[[ItemBatch, int], ItemPlan]] = {
+    "home": _home,
+    "replica": _replica,
+    "micro-batch": _micro_batch,
+}
+ITEM_STRATEGIES = (*_OTHERS, "step")
+
+
+def _no_phase(batch: ItemBatch) -> Int32Array:
+    return np.zeros(len(batch.patches), dtype=np.int32)
+
+
+def _longest_first(weights: Float64Array, num_ranks: int) -> Int32Array:
+    """Return each item's rank: the heaviest first, to the rank that has least."""
+    ranks = np.empty(len(weights), dtype=np.int32)
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for item in np.argsort(-weights, kind="stable").tolist():
+        load, rank = loads[0]
+        ranks[item] = rank
+        heapq.heapreplace(loads, (load + float(weights[item]), rank))
+    return ranks
+
+
+def _of_whole(strategy: str, batch: ItemBatch, ranks: Int32Array, phases: Int32Array) -> ItemPlan:
+    """Return the plan of items that nobody cuts; packs are filled in the order of the step."""
+    turns = np.zeros(len(ranks), dtype=np.int32)
+    filled: dict[tuple[int, int], tuple[int, int]] = {}
+    places = zip(phases.tolist(), ranks.tolist(), batch.patches.tolist(), strict=True)
+    for item, (phase, rank, patches) in enumerate(places):
+        pack, held = filled.get((phase, rank), (0, 0))
+        if held and held + patches > batch.patches_per_pack:
+            pack, held = pack + 1, 0
+        turns[item] = pack
+        filled[phase, rank] = pack, held + patches
+    ones = np.ones(len(ranks), dtype=np.int32)
+    return ItemPlan(strategy=strategy, first_ranks=ranks, degrees=ones, turns=turns, phases=phases)
+
+
+def dealt(
+    patches: Int64Array, num_ranks: int, num_micro_batches: int
+) -> tuple[Int32Array, Int32Array]:
+    """Return consumers and micro-batches of items that come in the order of a step's sequences.
+
+    Each micro-batch has as many patches, and in it each rank.
+
+    Args:
+        patches: of each item, ``[items]``.
+        num_ranks: that hold sequences.
+        num_micro_batches: of each.
+    """
+    middles = np.cumsum(patches) - patches / 2
+    places = middles / max(int(patches.sum()), 1) * num_micro_batches
+    micro_batches = np.minimum(places.astype(np.int32), num_micro_batches - 1)
+    within = ((places - micro_batches) * num_ranks).astype(np.int32)
+    return np.minimum(within, num_ranks - 1), micro_batches
