@@ -5,7 +5,6 @@ Of given lengths it plans rings; of the sizes of images and videos, who encodes 
 
 import argparse
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.shared.numbers import above_zero, number, whole
@@ -21,6 +20,7 @@ _WRITTEN = ("--output", "--plot", "--trace")
 _OF_ITEMS = (
     *("items", "encoder", "media_balance", "micro_batches", "replica_ranks", "patches_per_pack"),
 )
+_NO_FLAGS = ("run", "default_of", "subcommand")
 _OF_BOTH = ("ranks", "ranks_per_node", "rank_speeds", "compare", "output")
 _MODELS = "llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b"
 
@@ -37,7 +37,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _add_planning(parser.add_argument_group("how to plan"))
     _add_items(parser.add_argument_group("images and videos of a step, with --items"))
     _add_results(parser.add_argument_group("results"))
-    parser.set_defaults(run=partial(_run, parser))
+    parser.set_defaults(run=_run, default_of=parser.get_default)
 
 
 def _add_batch(group: "argparse._ArgumentGroup") -> None:
@@ -239,15 +239,15 @@ def _add_results(group: "argparse._ArgumentGroup") -> None:
     add("--compare", action="store_true", help="plan with every strategy and print a table")
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     _check_files(arguments)
     if arguments.items is not None:
         from megatron_hdp.cli import plan_items
 
-        given = set(vars(arguments)) - {"run", "subcommand"}
-        _refuse(parser, arguments, given.difference(_OF_ITEMS, _OF_BOTH), "--items")
+        others = set(vars(arguments)).difference(_OF_ITEMS, _OF_BOTH, _NO_FLAGS)
+        _refuse(arguments, others, "--items")
         return plan_items.run(arguments)
-    _refuse(parser, arguments, _OF_ITEMS, "--lengths")
+    _refuse(arguments, _OF_ITEMS, "--lengths")
     if arguments.tokens_per_rank is None:
         raise ValueError(
             "--tokens-per-rank: found none, expected a rank's capacity beside --lengths"
@@ -255,15 +255,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     return _run_lengths(arguments)
 
 
-def _refuse(
-    parser: argparse.ArgumentParser,
-    arguments: argparse.Namespace,
-    names: Iterable[str],
-    beside: str,
-) -> None:
+def _refuse(arguments: argparse.Namespace, names: Iterable[str], beside: str) -> None:
     """Refuse flags that have no effect."""
     for name in sorted(names):
-        if getattr(arguments, name) != parser.get_default(name):
+        if getattr(arguments, name) != arguments.default_of(name):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} has no effect on {beside}: leave it out")
 

@@ -1,7 +1,7 @@
 """Plans which ranks encode which items of a step: ours, and what others do.
 
 - ``home``: each item where its rows are, as a model does that has its encoder in its first stage.
-- ``replica``: over the ranks of one replica, by rows, longest first (the ``mdp`` of NVIDIA's forks).
+- ``replica``: over the ranks of one replica, by rows, longest first (``mdp`` of NVIDIA's forks).
 - ``micro-batch``: each micro-batch's items over all ranks, by their square (VeOmni).
 - ``step``: a step's items over all ranks, by their cost, large ones cut.
 """
