@@ -101,7 +101,7 @@ PY
 }
 
 is_built() {
-    "$PYTHON" -c 'import megatron_hdp.planner, megatron_hdp.data'
+    "$PYTHON" -c 'import megatron_hdp.planner, megatron_hdp.data, megatron_hdp.media'
 }
 
 install_package() {

@@ -2,7 +2,8 @@
 
 Each of a script's commands would import torch and Megatron anew, which is most of what a short run
 computes. Its modules and scripts run in processes forked from the server of `ranks`; everything
-else (``-c``, standard input) goes to the Python of the tests.
+else (``-c``, standard input) goes to the Python of the tests, and pip, which writes into scripts
+which Python they belong to.
 """
 
 import atexit
@@ -26,7 +27,7 @@ from tests.support.ranks import _context, _server_environment
 _CLIENT = """#!{python} -IS
 import os, pickle, signal, socket, sys
 words = [word for word in sys.argv[1:] if word != "-u"]
-if words[0] != "-m" and not words[0].endswith(".py"):
+if words[:2] == ["-m", "pip"] or words[0] != "-m" and not words[0].endswith(".py"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({path!r})
