@@ -21,15 +21,18 @@ from megatron_hdp.megatron.model import (
     HdpMlaSelfAttention,
     HdpMoeTransformerLayer,
     HdpMtpLayer,
+    derived,
     further_layers,
     give_own_positions,
     let_biases_be_added,
+    require_own,
     require_whole_layers,
 )
 
 # names, because TransformerEngine may not be installed
 _CORE_ATTENTIONS = ("DotProductAttention", "TEDotProductAttention")
-_NAMED: dict[tuple[type[Any], str], type[Any]] = {}
+_OF_GPT = ("forward", "_preprocess")
+"""Methods that carry a micro-batch's ring and positions through the model."""
 
 
 def adapt(model: Any, *, fused_loss: bool) -> Any:
@@ -42,11 +45,12 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
     Raises:
         ValueError: HDP does not support this model.
     """
-    if type(model) is not GPTModel:
+    if not isinstance(model, GPTModel):
         raise ValueError(
             f"the script's model provider: found a {type(model).__name__}, expected "
-            "megatron.core's GPTModel: use pretrain_gpt.py"
+            "megatron.core's GPTModel or a subclass: use pretrain_gpt.py"
         )
+    require_own(model, GPTModel, _OF_GPT)
     names = {path: type(module).__name__ for path, module in model.named_modules()}
     for layer in (*model.decoder.layers, *further_layers(model)):
         _adapt_attention(layer.self_attention, layer.layer_number)
@@ -59,7 +63,7 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
         FusedLossModel.adopt(model)
     for path, module in model.named_modules():
         if names.get(path, type(module).__name__) != type(module).__name__:
-            module.__class__ = _named(type(module), names[path])
+            module.__class__ = derived(names[path], (type(module),))
     return model
 
 
@@ -86,26 +90,16 @@ def take_over(chunks: Sequence[Any]) -> GPTModel:
     return models[0]
 
 
-def _named(cls: type[Any], name: str) -> type[Any]:
-    """The same class under a name of Megatron's.
-
-    Exporters of weights (Megatron-Bridge's, verl's) go by it.
-    """
-    if (cls, name) not in _NAMED:
-        _NAMED[cls, name] = type(name, (cls,), {"__module__": cls.__module__})
-    return _NAMED[cls, name]
-
-
 def _adapt_attention(attention: Any, layer_number: int) -> None:
-    found = f"{type(attention).__name__} with {type(attention.core_attention).__name__}"
-    if (
-        type(attention) not in (SelfAttention, MLASelfAttention)
-        or type(attention.core_attention).__name__ not in _CORE_ATTENTIONS
-    ):
+    core = type(getattr(attention, "core_attention", None)).__name__
+    if not isinstance(attention, SelfAttention | MLASelfAttention) or core not in _CORE_ATTENTIONS:
         raise ValueError(
-            f"layer {layer_number}: found {found}, expected SelfAttention or MLASelfAttention with "
-            f"{' or '.join(_CORE_ATTENTIONS)}: use Megatron's own layer specification"
+            f"layer {layer_number}: found {type(attention).__name__} with {core}, expected "
+            f"SelfAttention or MLASelfAttention with {' or '.join(_CORE_ATTENTIONS)}: use "
+            "Megatron's own layer specification"
         )
+    if isinstance(attention, SelfAttention):
+        require_own(attention, SelfAttention, ("forward", "_checkpointed_attention_forward"))
     core_attention = HdpCoreAttention(
         attention.config,
         layer_number,

@@ -30,6 +30,7 @@ from megatron_hdp.megatron.model.rotary import (
     give_own_positions,
 )
 from megatron_hdp.megatron.model.router import HdpRouter
+from megatron_hdp.megatron.model.taking import derived, require_own
 
 __all__ = [
     "FurtherTokens",
@@ -48,6 +49,7 @@ __all__ = [
     "build_chunks",
     "build_gpt",
     "check_recomputation",
+    "derived",
     "freeze",
     "further_layers",
     "fused_kernel_can_count",
@@ -57,6 +59,7 @@ __all__ = [
     "let_biases_be_added",
     "model_dtype",
     "require_frozen",
+    "require_own",
     "require_whole_layers",
     "without_shared_experts",
 ]

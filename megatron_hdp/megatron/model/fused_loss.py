@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.megatron.model.last_stage import LastStage
+from megatron_hdp.megatron.model.taking import require_own, take_over_class
 from megatron_hdp.runtime.loss import LossSums
 
 _OF_LAYERS = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb")
@@ -42,7 +43,7 @@ class FusedLossModel(GPTModel):
     @classmethod
     def adopt(cls, stock: GPTModel) -> None:
         """Makes a model that Megatron has built one of this class; its parameters stay."""
-        stock.__class__ = cls
+        take_over_class(stock, cls, ("_postprocess",))
         stock._take_over_loss()
 
     def _take_over_loss(self) -> None:
@@ -148,11 +149,12 @@ class FusedLossOutputLayer(ColumnParallelLinear):
     @classmethod
     def like(cls, stock: ColumnParallelLinear) -> FusedLossOutputLayer:
         """One with the weights and settings of `stock`."""
-        if type(stock) is not ColumnParallelLinear or stock.bias is not None:
+        if not isinstance(stock, ColumnParallelLinear) or stock.bias is not None:
             raise ValueError(
-                f"the fused loss knows the output layer ColumnParallelLinear without bias, the "
-                f"model has {stock}: pass --no-hdp-fused-loss"
+                f"the fused loss: found an output layer {stock}, expected ColumnParallelLinear "
+                "without bias: pass --no-hdp-fused-loss"
             )
+        require_own(stock, ColumnParallelLinear, ("forward",))
         layer = cls.__new__(cls)
         layer.__dict__.update(stock.__dict__)
         return layer

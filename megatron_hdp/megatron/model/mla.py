@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.model.rotary import at_own_positions
+from megatron_hdp.megatron.model.taking import take_over_class
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.runtime.attention import AttentionByLatent
 from megatron_hdp.runtime.ring import LatentRing
@@ -34,6 +35,7 @@ _OF_CONFIG = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("rotary_base", "rotary_percent", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
 )
+_REPLACED = ("forward", "get_query_key_value_tensors", "_qkv_down_projection")
 _OF_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
@@ -77,7 +79,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
     @classmethod
     def adopt(cls, stock: MLASelfAttention) -> None:
         """Makes an attention that Megatron has built one of this class; its parameters stay."""
-        stock.__class__ = cls
+        take_over_class(stock, cls, _REPLACED)
         stock._take_over()
 
     def _take_over(self) -> None:

@@ -11,12 +11,12 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.model.router import HdpRouter
+from megatron_hdp.megatron.model.taking import take_over_class
 from megatron_hdp.megatron.options import TrainingArguments, layer_frequency
 from megatron_hdp.megatron.releases import submodules_of
 
@@ -116,19 +116,14 @@ class HdpMoeTransformerLayer(TransformerLayer):
         Raises:
             ValueError: it is not the layer, the router or the kind of experts that HDP knows.
         """
-        router, experts = stock.mlp.router, type(stock.mlp.experts).__name__
-        if (
-            type(stock) is not TransformerLayer
-            or type(router) is not TopKRouter
-            or experts not in _EXPERTS
-        ):
+        experts = type(stock.mlp.experts).__name__
+        if experts not in _EXPERTS:
             raise ValueError(
-                f"hybrid data parallelism knows {' or '.join(_EXPERTS)} in TransformerLayer with "
-                f"TopKRouter, layer {stock.layer_number} has {experts} in {type(stock).__name__} "
-                f"with {type(router).__name__}"
+                f"layer {stock.layer_number}: found experts of {experts}, expected "
+                f"{' or '.join(_EXPERTS)}: use Megatron's own layer specification"
             )
-        stock.__class__ = cls
-        HdpRouter.adopt(router)
+        take_over_class(stock, cls, ("forward",))
+        HdpRouter.adopt(stock.mlp.router)
 
     def forward(self, *args: Any, packed_seq_params: HdpPackedSeqParams, **kwargs: Any) -> Any:
         """See ``TransformerLayer.forward``."""

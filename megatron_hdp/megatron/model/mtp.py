@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_hdp.megatron.model.taking import take_over_class
 from megatron_hdp.megatron.options import TrainingArguments
 
 
@@ -96,7 +97,7 @@ class HdpMtpLayer(MultiTokenPredictionLayer):
         """Makes the MTP layers that Megatron has built ones of this class."""
         if getattr(model, "mtp", None) is not None:
             for layer in model.mtp.layers:
-                layer.__class__ = cls
+                take_over_class(layer, cls, ("_get_embeddings", "_checkpointed_forward"))
 
     def _get_embeddings(
         self,

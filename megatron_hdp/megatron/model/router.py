@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
+from megatron_hdp.megatron.model.taking import take_over_class
 from megatron_hdp.runtime.loss import (
     RouterTokens,
     balancing_scores,
@@ -27,6 +28,7 @@ from megatron_hdp.runtime.loss import (
     z_loss,
 )
 
+_REPLACED = ("routing", "apply_z_loss", "_apply_expert_bias")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 """By which HDP's router knows to balance."""
 
@@ -50,7 +52,7 @@ class HdpRouter(TopKRouter):
     @classmethod
     def adopt(cls, stock: TopKRouter) -> None:
         """Makes a router that Megatron has built one of this class; its parameters stay."""
-        stock.__class__ = cls
+        take_over_class(stock, cls, _REPLACED)
         stock._take_over_losses()
 
     def _take_over_losses(self) -> None:

@@ -69,7 +69,7 @@ def test_other_kinds_of_experts_are_refused(kind):
             HdpMoeTransformerLayer.adopt(layer)
             assert adopt.called and type(layer) is HdpMoeTransformerLayer
             return
-        expected = "knows SequentialMLP or TEGroupedMLP in .*, layer 3 has GroupedMLP in Transf"
+        expected = "layer 3: found .* GroupedMLP, expected SequentialMLP or TEGroupedMLP"
         with pytest.raises(ValueError, match=expected):
             HdpMoeTransformerLayer.adopt(layer)
     assert type(layer) is TransformerLayer

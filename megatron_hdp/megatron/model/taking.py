@@ -1,0 +1,60 @@
+"""Which of Megatron's classes HDP takes over: by the methods that it builds on, not by their names.
+
+A subclass of a class of Megatron's is taken as well, unless it overrides what HDP replaces or
+relies on. HDP's class stands before it then, so what else it does stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_DERIVED: dict[tuple[str, tuple[type[Any], ...]], type[Any]] = {}
+
+
+def derived(name: str, bases: tuple[type[Any], ...]) -> type[Any]:
+    """One class of these bases by that name, the same at every call.
+
+    Exporters of weights (Megatron-Bridge's, verl's) go by names of Megatron's.
+    """
+    key = name, bases
+    if key not in _DERIVED:
+        _DERIVED[key] = type(name, bases, {"__module__": bases[0].__module__})
+    return _DERIVED[key]
+
+
+def take_over_class(stock: Any, ours: type[Any], methods: Sequence[str] = ()) -> None:
+    """Makes an object of Megatron's one of a class of HDP's, or of both where it is of a subclass.
+
+    Args:
+        stock: the object.
+        ours: a subclass of a class of Megatron's.
+        methods: those of Megatron's class that HDP replaces or relies on.
+
+    Raises:
+        ValueError: see `require_own`; or it is another object.
+    """
+    (base, *_) = ours.__bases__
+    if not isinstance(stock, base):
+        raise ValueError(
+            f"found a {type(stock).__name__}, expected megatron.core's {base.__name__}"
+        )
+    require_own(stock, base, methods)
+    found = type(stock)
+    stock.__class__ = ours if found is base else derived(found.__name__, (ours, found))
+
+
+def require_own(found: Any, base: type[Any], methods: Sequence[str]) -> None:
+    """Refuses an object of a subclass of Megatron's `base` that has one of its methods otherwise.
+
+    Raises:
+        ValueError: names the method.
+    """
+    for cls in type(found).__mro__[: type(found).__mro__.index(base)]:
+        for method in methods:
+            if method in vars(cls):
+                raise ValueError(
+                    f"found {cls.__module__}.{cls.__qualname__}.{method}, expected "
+                    f"{base.__name__}'s own {method}, which HDP replaces or relies on: take it out "
+                    f"of {cls.__qualname__}, or build the model of {base.__name__}"
+                )
