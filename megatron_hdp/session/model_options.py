@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from megatron_hdp.megatron.options import ParallelOptions, TrainingArguments, check_layout
+from megatron_hdp.megatron.options import (
+    HybridArguments,
+    ParallelOptions,
+    TrainingArguments,
+    check_layout,
+    options_of_pattern,
+)
 from megatron_hdp.options import HdpOptions, OptionError, check_values
 
 _RENAMED = {
@@ -22,12 +28,21 @@ _WRITTEN = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
 _OF_HDP = {item.name for item in fields(HdpOptions)}
 
 
+def built_as(model: Any) -> dict[str, Any]:
+    """What `arguments_of_model` wants to know of a model beside its configuration."""
+    return {
+        "tied_embeddings": model.share_embeddings_and_output_weights,
+        "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
+    }
+
+
 def arguments_of_model(
     config: Any,
     ddp_config: Any,
     *,
     seq_length: int,
     tied_embeddings: bool,
+    hybrid_layer_pattern: str | None = None,
     stall_timeout_seconds: float | None = None,
     **of_hdp: Any,
 ) -> TrainingArguments:
@@ -38,6 +53,7 @@ def arguments_of_model(
         ddp_config: its ``DistributedDataParallelConfig``.
         seq_length: tokens of the longest sequence.
         tied_embeddings: whether embedding and output share their weights.
+        hybrid_layer_pattern: of a ``HybridModel``.
         stall_timeout_seconds: see `ParallelOptions`; without it nobody watches over ranks.
         of_hdp: fields of `HdpOptions`; ``hdp_tokens_per_rank`` must be among them.
 
@@ -68,10 +84,15 @@ def arguments_of_model(
                 f"found pipeline_model_parallel_layout {layout}, expected text as of Megatron's "
                 "flag, like 'Et|tt|tL'"
             )
+    kind: type[TrainingArguments] = TrainingArguments
+    if hybrid_layer_pattern is not None:
+        kind, of_pattern = HybridArguments, options_of_pattern(hybrid_layer_pattern)
+        layout = of_pattern.get("pipeline_model_parallel_layout")
+        values |= of_pattern
     if values.get("num_virtual_stages_per_pipeline_rank") == 1 or layout is not None:
         values["num_virtual_stages_per_pipeline_rank"] = None
     dtype = str(config.params_dtype)  # options are read without torch
-    arguments = TrainingArguments(
+    arguments = kind(
         **values
         | {
             "bf16": dtype == "torch.bfloat16",

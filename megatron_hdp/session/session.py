@@ -36,7 +36,7 @@ from megatron_hdp.session.calls import (
     require_result,
 )
 from megatron_hdp.session.losses import FromHidden, FromValues, Loss
-from megatron_hdp.session.model_options import arguments_of_model
+from megatron_hdp.session.model_options import arguments_of_model, built_as
 from megatron_hdp.session.moving import SessionPlace, world_of
 from megatron_hdp.session.objectives import LogProbs, OwnFunction, Values, WeightedNll
 from megatron_hdp.session.outcome import (
@@ -139,7 +139,7 @@ class HdpSession:
         stall_timeout_seconds: float | None = None,
         **options: Any,
     ) -> HdpSession:
-        """A session over a GPT that was built by other means from Megatron's classes.
+        """A session over a GPT or a hybrid built by other means from Megatron's classes.
 
         It is adapted in place: classes of attention, positions, routers and output change; weights,
         their names and the names of classes do not, so exporters of weights know it. Until
@@ -166,7 +166,7 @@ class HdpSession:
                 first.config,
                 chunks[0].ddp_config,
                 seq_length=seq_length,
-                tied_embeddings=first.share_embeddings_and_output_weights,
+                **built_as(first),
                 hdp_tokens_per_rank=hdp_tokens_per_rank,
                 stall_timeout_seconds=stall_timeout_seconds,
                 **options,

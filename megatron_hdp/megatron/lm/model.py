@@ -16,15 +16,20 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.megatron.model import (
+    EndsInLoss,
+    FusedLossHybrid,
     FusedLossModel,
     HdpCoreAttention,
     HdpMlaSelfAttention,
     HdpMoeTransformerLayer,
     HdpMtpLayer,
+    attends,
     derived,
     further_layers,
     give_own_positions,
+    hybrid_class,
     let_biases_be_added,
+    require_known_blocks,
     require_own,
     require_whole_layers,
 )
@@ -36,30 +41,40 @@ _OF_GPT = ("forward", "_preprocess")
 
 
 def adapt(model: Any, *, fused_loss: bool) -> Any:
-    """Puts HDP's attention, positions, routers and loss into one stage of a GPT, in place.
+    """Puts HDP's attention, positions, routers and loss into one stage of a model, in place.
 
     Args:
-        model: what Megatron's model provider returned.
+        model: what Megatron's model provider returned, a GPT or a hybrid.
         fused_loss: whether the loss is taken without making logits.
 
     Raises:
         ValueError: HDP does not support this model.
     """
-    if not isinstance(model, GPTModel):
+    hybrid = hybrid_class()
+    is_hybrid = isinstance(model, hybrid)
+    if not is_hybrid and not isinstance(model, GPTModel):
         raise ValueError(
             f"the script's model provider: found a {type(model).__name__}, expected "
-            "megatron.core's GPTModel or a subclass: use pretrain_gpt.py"
+            "megatron.core's GPTModel, HybridModel or a subclass: use pretrain_gpt.py or "
+            "pretrain_hybrid.py"
         )
-    require_own(model, GPTModel, _OF_GPT)
+    if is_hybrid:
+        for stack in (one for one in model.modules() if hasattr(one, "layer_type_list")):
+            require_known_blocks(stack)
+    else:
+        require_own(model, GPTModel, _OF_GPT)
     names = {path: type(module).__name__ for path, module in model.named_modules()}
     for layer in (*model.decoder.layers, *further_layers(model)):
-        _adapt_attention(layer.self_attention, layer.layer_number)
+        if attends(layer):
+            _adapt_attention(layer.self_attention, layer.layer_number)
         if isinstance(layer.mlp, MoELayer):
             HdpMoeTransformerLayer.adopt(layer)
             let_biases_be_added(layer)
     give_own_positions(model)
     HdpMtpLayer.adopt_all(model)
-    if fused_loss:
+    if fused_loss and is_hybrid:
+        FusedLossHybrid.adopt(model, hybrid)
+    elif fused_loss:
         FusedLossModel.adopt(model)
     for path, module in model.named_modules():
         if names.get(path, type(module).__name__) != type(module).__name__:
@@ -67,8 +82,8 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
     return model
 
 
-def take_over(chunks: Sequence[Any]) -> GPTModel:
-    """Adapts a GPT's chunks on a rank in place, each in Megatron's DDP; returns the first's model.
+def take_over(chunks: Sequence[Any]) -> Any:
+    """Adapts a model's chunks on a rank in place, each in Megatron's DDP; returns the first one.
 
     Some may be adapted already; the wrappers stay.
 
@@ -78,7 +93,7 @@ def take_over(chunks: Sequence[Any]) -> GPTModel:
     models = [get_attr_wrapped_model(one, "decoder", return_model_obj=True) for one in chunks]
     for chunk, model in zip(chunks, models, strict=True):
         require_whole_layers(model)
-        if not isinstance(model, FusedLossModel):
+        if not isinstance(model, EndsInLoss):
             adapt(model, fused_loss=True)
         if getattr(chunk.ddp_config, "overlap_param_gather", False):
             raise ValueError(

@@ -12,7 +12,13 @@ from megatron_hdp.megatron.model.building import (
     model_dtype,
 )
 from megatron_hdp.megatron.model.frozen import freeze, require_frozen, require_whole_layers
-from megatron_hdp.megatron.model.fused_loss import FusedLossModel, head_gives_values
+from megatron_hdp.megatron.model.fused_loss import (
+    EndsInLoss,
+    FusedLossHybrid,
+    FusedLossModel,
+    head_gives_values,
+)
+from megatron_hdp.megatron.model.hybrid import attends, hybrid_class, require_known_blocks
 from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention
 from megatron_hdp.megatron.model.moe import (
@@ -33,7 +39,9 @@ from megatron_hdp.megatron.model.router import HdpRouter
 from megatron_hdp.megatron.model.taking import derived, require_own
 
 __all__ = [
+    "EndsInLoss",
     "FurtherTokens",
+    "FusedLossHybrid",
     "FusedLossModel",
     "HdpCoreAttention",
     "HdpMlaSelfAttention",
@@ -46,6 +54,7 @@ __all__ = [
     "OwnPositionYarnEmbedding",
     "SequenceParallelNorm",
     "at_own_positions",
+    "attends",
     "build_chunks",
     "build_gpt",
     "check_recomputation",
@@ -56,9 +65,11 @@ __all__ = [
     "fused_kernel_is_there",
     "give_own_positions",
     "head_gives_values",
+    "hybrid_class",
     "let_biases_be_added",
     "model_dtype",
     "require_frozen",
+    "require_known_blocks",
     "require_own",
     "require_whole_layers",
     "without_shared_experts",

@@ -1,16 +1,16 @@
 """The model's last step under HDP: from hidden states to the sum of the loss, without logits.
 
-Megatron's `GPTModel` calls its output layer and gives the logits to the cross entropy. Here the
+Megatron's models call their output layer and give the logits to the cross entropy. Here the
 output layer itself returns the loss when it is given labels. The seam, the same in megatron-core
-0.16.1 to 0.19: a subclass of the model overrides `_postprocess`, which ``forward`` calls with
-keywords only, and puts a subclass of the output layer in the stock one's place. Weights, their
-names and what checkpoints hold stay Megatron's. (From 0.18 on ``forward`` takes an
-`output_processor`, which could replace the override.)
+0.16.1 to 0.19: a subclass of `GPTModel` overrides `_postprocess`, which ``forward`` calls with
+keywords only (a hybrid has none: `FusedLossHybrid`), and puts a subclass of the output layer in the
+stock one's place. Weights, their names and what checkpoints hold stay Megatron's. (From 0.18 on
+``forward`` takes an `output_processor`, which could replace the override.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,26 +27,24 @@ _OF_LAYERS = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb")
 """Which of the model's arguments MTP layers take."""
 
 
-class FusedLossModel(GPTModel):
-    """Megatron's GPT; given labels and a loss mask, the last stage returns the loss's sum.
+class EndsInLoss:
+    """What a model of Megatron's whose last stage returns the loss's sum has from HDP."""
 
-    Raises:
-        ValueError: an option of the output that the fused loss does not know.
-    """
-
+    config: Any
     output_layer: ColumnParallelLinear
+    post_process: bool
+    share_embeddings_and_output_weights: bool
+    pg_collection: Any
+    shared_embedding_or_output_weight: Any
+    mtp: Any
+    embedding: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._take_over_loss()
+    def take_over_loss(self) -> None:
+        """Puts HDP's output layer in the place of Megatron's, with the same weights.
 
-    @classmethod
-    def adopt(cls, stock: GPTModel) -> None:
-        """Makes a model that Megatron has built one of this class; its parameters stay."""
-        take_over_class(stock, cls, ("_postprocess",))
-        stock._take_over_loss()
-
-    def _take_over_loss(self) -> None:
+        Raises:
+            ValueError: an option of the output that the fused loss does not know.
+        """
         for name in ("use_mup", "defer_embedding_wgrad_compute"):
             if getattr(self.config, name, None):
                 raise ValueError(
@@ -62,21 +60,33 @@ class FusedLossModel(GPTModel):
         head = getattr(self, "output_layer", None)
         return isinstance(head, torch.nn.Linear) and head.out_features == 1 and head.bias is None
 
-    def _postprocess(
+    def gives_loss(self, labels: torch.Tensor | None, packed_seq_params: Any) -> bool:
+        """Whether a forward pass ends in `loss_of` here."""
+        has_head = getattr(packed_seq_params, "loss_head", None) is not None
+        return self.post_process and (has_head or labels is not None)
+
+    def loss_of(
         self,
         hidden_states: torch.Tensor,
-        *,
-        labels: torch.Tensor | None = None,
-        loss_mask: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-        **others: Any,
+        labels: torch.Tensor | None,
+        loss_mask: torch.Tensor | None,
+        packed_seq_params: Any,
+        behind: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Stock, but with labels on the last stage: scalar, see `linear_cross_entropy`.
+        """The sum of the loss, a scalar, see `linear_cross_entropy`.
 
         With a loss of the caller's own: what it makes of the hidden states.
+
+        Args:
+            hidden_states: ``[s, 1, h]`` behind the last norm.
+            labels: ``[1, s]``.
+            loss_mask: ``[1, s]``.
+            packed_seq_params: the micro-batch.
+            behind: the hidden states and, after them, those of MTP's depths; called where they
+                learn.
         """
         loss_head = getattr(packed_seq_params, "loss_head", None)
-        if loss_head is not None and self.post_process:
+        if loss_head is not None:
             learns = bool(packed_seq_params.is_whole_loss)
             if self.gives_values:
                 group, weight = self.pg_collection.tp, self.output_layer.weight
@@ -85,24 +95,10 @@ class FusedLossModel(GPTModel):
                     LastStage(hidden_states, group, is_shared_out, lambda: (weight, None))
                 )
             return loss_head(self.output_layer.last_stage(hidden_states, self._tied(), learns))
-        if labels is None or not self.post_process:
-            return super()._postprocess(
-                hidden_states=hidden_states,
-                labels=labels,
-                loss_mask=loss_mask,
-                packed_seq_params=packed_seq_params,
-                **others,
-            )
         further = getattr(packed_seq_params, "further", None)
-        behind: Sequence[torch.Tensor] = ()
+        states: Sequence[torch.Tensor] = ()
         if further is not None:
-            states = self.mtp(
-                hidden_states=hidden_states,
-                packed_seq_params=packed_seq_params,
-                embedding=self.embedding,
-                **{name: others[name] for name in _OF_LAYERS},
-            )
-            hidden_states, *behind = states.chunk(1 + len(further.mask))
+            hidden_states, *states = behind(hidden_states).chunk(1 + len(further.mask))
         is_whole_loss = getattr(packed_seq_params, "is_whole_loss", False)
         loss = self.output_layer(
             hidden_states,
@@ -116,14 +112,14 @@ class FusedLossModel(GPTModel):
             return loss
         losses = [
             self.output_layer(
-                states,
+                one,
                 self._tied(),
                 labels=further.labels[depth][None],
                 loss_mask=further.weights_of(depth, loss.dtype)[None],
                 is_whole_loss=is_whole_loss,
                 is_further=True,
             )
-            for depth, states in enumerate(behind, 1)
+            for depth, one in enumerate(states, 1)
         ]
         return further.total(loss, losses)
 
@@ -133,13 +129,94 @@ class FusedLossModel(GPTModel):
         return self.shared_embedding_or_output_weight() if tied else None
 
 
+class FusedLossModel(EndsInLoss, GPTModel):
+    """Megatron's GPT; given labels and a loss mask, the last stage returns the loss's sum."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.take_over_loss()
+
+    @classmethod
+    def adopt(cls, stock: GPTModel) -> None:
+        """Makes a model that Megatron has built one of this class; its parameters stay."""
+        take_over_class(stock, GPTModel, cls, ("_postprocess",))
+        stock.take_over_loss()
+
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Stock where no loss is asked for; else see `loss_of`."""
+        given = {"labels": labels, "loss_mask": loss_mask, "packed_seq_params": packed_seq_params}
+        if not self.gives_loss(labels, packed_seq_params):
+            return super()._postprocess(hidden_states=hidden_states, **given, **others)
+
+        def behind(states: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.mtp(
+                hidden_states=states,
+                packed_seq_params=packed_seq_params,
+                embedding=self.embedding,
+                **{name: others[name] for name in _OF_LAYERS},
+            )
+            return found
+
+        return self.loss_of(hidden_states, **given, behind=behind)
+
+
+class FusedLossHybrid(EndsInLoss):
+    """The same of Megatron's ``HybridModel``, before which it stands among a model's bases.
+
+    Megatron's forward stops at the hidden states where it believes that other stages come behind.
+    """
+
+    mtp_process: bool
+
+    @classmethod
+    def adopt(cls, stock: Any, base: type[Any]) -> None:
+        """Makes a model that Megatron has built one of this class; its parameters stay.
+
+        Args:
+            stock: the model.
+            base: Megatron's ``HybridModel``.
+        """
+        take_over_class(stock, base, cls, ("forward",))
+        stock.take_over_loss()
+
+    def forward(
+        self,
+        *args: Any,
+        labels: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Stock where no loss is asked for; else see `loss_of`."""
+        stock = partial(super().forward, *args, packed_seq_params=packed_seq_params, **others)  # type: ignore[misc]
+        if not self.gives_loss(labels, packed_seq_params):
+            found: torch.Tensor = stock(labels=labels, loss_mask=loss_mask)
+            return found
+        has_further = getattr(packed_seq_params, "further", None) is not None
+        is_last, has_mtp = self.post_process, self.mtp_process
+        self.post_process, self.mtp_process = False, has_mtp and has_further
+        try:
+            states = stock()
+        finally:
+            self.post_process, self.mtp_process = is_last, has_mtp
+        return self.loss_of(states, labels, loss_mask, packed_seq_params, lambda behind: behind)
+
+
 def head_gives_values(chunk: Any) -> bool | None:
-    """See `FusedLossModel.gives_values`; None of a chunk that is not the last stage.
+    """See `EndsInLoss.gives_values`; None of a chunk that is not the last stage.
 
     None also of a model that its session has released.
     """
     model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-    is_last = isinstance(model, FusedLossModel) and model.post_process
+    is_last = isinstance(model, EndsInLoss) and model.post_process
     return model.gives_values if is_last else None
 
 

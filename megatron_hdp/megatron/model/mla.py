@@ -79,7 +79,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
     @classmethod
     def adopt(cls, stock: MLASelfAttention) -> None:
         """Makes an attention that Megatron has built one of this class; its parameters stay."""
-        take_over_class(stock, cls, _REPLACED)
+        take_over_class(stock, MLASelfAttention, cls, _REPLACED)
         stock._take_over()
 
     def _take_over(self) -> None:

@@ -122,7 +122,7 @@ class HdpMoeTransformerLayer(TransformerLayer):
                 f"layer {stock.layer_number}: found experts of {experts}, expected "
                 f"{' or '.join(_EXPERTS)}: use Megatron's own layer specification"
             )
-        take_over_class(stock, cls, ("forward",))
+        take_over_class(stock, TransformerLayer, cls, ("forward",))
         HdpRouter.adopt(stock.mlp.router)
 
     def forward(self, *args: Any, packed_seq_params: HdpPackedSeqParams, **kwargs: Any) -> Any:

@@ -25,6 +25,8 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_hdp.megatron.model.taking import take_over_class
 from megatron_hdp.megatron.options import TrainingArguments
 
+_REPLACED = ("_get_embeddings", "_checkpointed_forward")
+
 
 @dataclass
 class FurtherTokens:
@@ -81,12 +83,13 @@ def mtp_spec(
     return spec
 
 
-def further_layers(model: GPTModel) -> list[TransformerLayer]:
-    """The transformer layers inside the MTP layers that this rank holds."""
+def further_layers(model: Any) -> list[TransformerLayer]:
+    """The transformer layers inside the MTP layers that this rank holds; a hybrid has stacks."""
     layers = model.mtp.layers if getattr(model, "mtp", None) is not None else ()
     inner = ("transformer_layer", "mtp_model_layer")  # the latter from 0.17 on
     found = [child for layer in layers for child in layer.named_children()]
-    return [module for name, module in found if name in inner]
+    inside = [module for name, module in found if name in inner]
+    return [layer for one in inside for layer in getattr(one, "layers", (one,))]
 
 
 class HdpMtpLayer(MultiTokenPredictionLayer):
@@ -97,7 +100,7 @@ class HdpMtpLayer(MultiTokenPredictionLayer):
         """Makes the MTP layers that Megatron has built ones of this class."""
         if getattr(model, "mtp", None) is not None:
             for layer in model.mtp.layers:
-                take_over_class(layer, cls, ("_get_embeddings", "_checkpointed_forward"))
+                take_over_class(layer, MultiTokenPredictionLayer, cls, _REPLACED)
 
     def _get_embeddings(
         self,

@@ -52,7 +52,7 @@ class HdpRouter(TopKRouter):
     @classmethod
     def adopt(cls, stock: TopKRouter) -> None:
         """Makes a router that Megatron has built one of this class; its parameters stay."""
-        take_over_class(stock, cls, _REPLACED)
+        take_over_class(stock, TopKRouter, cls, _REPLACED)
         stock._take_over_losses()
 
     def _take_over_losses(self) -> None:

@@ -23,25 +23,28 @@ def derived(name: str, bases: tuple[type[Any], ...]) -> type[Any]:
     return _DERIVED[key]
 
 
-def take_over_class(stock: Any, ours: type[Any], methods: Sequence[str] = ()) -> None:
+def take_over_class(
+    stock: Any, base: type[Any], ours: type[Any], methods: Sequence[str] = ()
+) -> None:
     """Makes an object of Megatron's one of a class of HDP's, or of both where it is of a subclass.
 
     Args:
         stock: the object.
-        ours: a subclass of a class of Megatron's.
+        base: the class of Megatron's that HDP's goes with.
+        ours: HDP's; a subclass of it, or what stands before one.
         methods: those of Megatron's class that HDP replaces or relies on.
 
     Raises:
         ValueError: see `require_own`; or it is another object.
     """
-    (base, *_) = ours.__bases__
     if not isinstance(stock, base):
         raise ValueError(
             f"found a {type(stock).__name__}, expected megatron.core's {base.__name__}"
         )
     require_own(stock, base, methods)
     found = type(stock)
-    stock.__class__ = ours if found is base else derived(found.__name__, (ours, found))
+    is_whole = found is base and issubclass(ours, base)
+    stock.__class__ = ours if is_whole else derived(found.__name__, (ours, found))
 
 
 def require_own(found: Any, base: type[Any], methods: Sequence[str]) -> None:

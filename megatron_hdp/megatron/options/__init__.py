@@ -20,6 +20,7 @@ from megatron_hdp.megatron.options.checks import (
 )
 from megatron_hdp.megatron.options.fp8_checks import check_fp8, token_multiple
 from megatron_hdp.megatron.options.groups import ParallelOptions
+from megatron_hdp.megatron.options.hybrid import HybridArguments, options_of_pattern
 from megatron_hdp.megatron.options.layer_patterns import (
     check_windows,
     expert_layers,
@@ -53,6 +54,7 @@ from megatron_hdp.megatron.options.shape import (
 
 __all__ = [
     "GROUPS",
+    "HybridArguments",
     "MlaOptions",
     "MoeOptions",
     "ParallelOptions",
@@ -84,6 +86,7 @@ __all__ = [
     "markdown_tables",
     "model_shape",
     "num_model_chunks",
+    "options_of_pattern",
     "other_positions",
     "padded_vocab_size",
     "parse_arguments",

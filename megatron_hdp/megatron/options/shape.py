@@ -16,6 +16,13 @@ from megatron_hdp.megatron.options.arguments import (
     with_derived_defaults,
 )
 from megatron_hdp.megatron.options.checks import check_model
+from megatron_hdp.megatron.options.hybrid import (
+    ATTENDING,
+    DENSE,
+    EXPERTS,
+    block_behind,
+    blocks_of,
+)
 from megatron_hdp.megatron.options.layer_patterns import check_windows, expert_layers, layer_windows
 from megatron_hdp.megatron.options.model_options import (
     MlaOptions,
@@ -31,6 +38,8 @@ from megatron_hdp.planner.memory import Job, input_share, kept_after_forward
 from megatron_hdp.planner.network import Nccl, following
 from megatron_hdp.planner.online import speeds_in
 from megatron_hdp.planner.shape import (
+    NO_ATTENTION,
+    NO_MLP,
     Attention,
     Layer,
     Mlp,
@@ -47,23 +56,32 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
     """The model, layer by layer; `arguments` have derived defaults, the vocabulary any padding."""
     norm_bias = arguments.normalization == "LayerNorm"
 
-    def layer(skips_positions: bool | int, has_experts: bool, window: int | None) -> Layer:
+    def layer(
+        skips_positions: bool | int, has_experts: bool, window: int | None, block: str
+    ) -> Layer:
+        attention = _attention(arguments, not skips_positions, window)
+        has_attention = bool(set(block) & set(ATTENDING))
+        has_mlp = bool(set(block) & {DENSE, EXPERTS})
         return Layer(
             hidden_size=arguments.hidden_size,
-            attention=_attention(arguments, not skips_positions, window),
-            mlp=_mlp(arguments, has_experts),
+            attention=attention if has_attention else NO_ATTENTION,
+            mlp=_mlp(arguments, has_experts) if has_mlp else NO_MLP,
             norm_bias=norm_bias,
+            num_norms=has_attention + has_mlp,
         )
 
     skipped = layers_without_positions(arguments) or (0,) * arguments.num_layers
     experts, windows = expert_layers(arguments), layer_windows(arguments)
+    behind = block_behind(arguments)
+    blocks = blocks_of(arguments) or (behind,) * arguments.num_layers
+    behind_has_experts = EXPERTS in behind or experts[-1]
     return ModelShape(
-        layers=tuple(map(layer, skipped, experts, windows)),
+        layers=tuple(map(layer, skipped, experts, windows, blocks)),
         hidden_size=arguments.hidden_size,
         vocab_size=vocab_size,
         tied_embeddings=not arguments.untie_embeddings_and_output_weights,
         norm_bias=norm_bias,
-        further=(layer(False, experts[-1], None),) * (arguments.mtp_num_layers or 0),
+        further=(layer(False, behind_has_experts, None, behind),) * (arguments.mtp_num_layers or 0),
     )
 
 

@@ -50,9 +50,9 @@ def kept_bytes(job: Job, layer: Layer) -> dict[str, float]:
     attention, h = layer.attention, layer.hidden_size
     of_attention = _kept_of_latents if attention.kv_rank else _kept_of_qkv
     return {
-        "norm inputs": 2 * b * h * share,
-        "norm statistics": 2 * _FLOAT32 * share,
-        "norm outputs": 2 * b * h * share,
+        "norm inputs": layer.num_norms * b * h * share,
+        "norm statistics": layer.num_norms * _FLOAT32 * share,
+        "norm outputs": layer.num_norms * b * h * share,
         **of_attention(job, attention),
         "attention output": b * attention.output_size * split,
         "log-sum-exp": _log_sum_exp(layer) * split,

@@ -3,6 +3,8 @@
 from megatron_hdp.planner.shape.costs import cost_model_of_shape, ring_ways
 from megatron_hdp.planner.shape.latent_rings import RingWays
 from megatron_hdp.planner.shape.layers import (
+    NO_ATTENTION,
+    NO_MLP,
     Attention,
     Layer,
     Mlp,
@@ -21,6 +23,8 @@ from megatron_hdp.planner.shape.named import (
 __all__ = [
     "BYTES_PER_VALUE",
     "MODELS",
+    "NO_ATTENTION",
+    "NO_MLP",
     "Attention",
     "Layer",
     "Mlp",

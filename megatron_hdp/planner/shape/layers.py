@@ -224,19 +224,24 @@ class Mlp:
         return (self.inner_matrices + 1) * hidden_size * self.shared_ffn_hidden_size
 
 
+NO_ATTENTION = Attention(num_heads=0, num_groups=0, qk_channels=0, v_channels=0)
+NO_MLP = Mlp(ffn_hidden_size=0, gated=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A transformer layer: a norm and attention, a norm and an MLP."""
+    """A transformer layer: a norm and attention, a norm and an MLP; of a hybrid one of the two."""
 
     hidden_size: int
     attention: Attention
     mlp: Mlp
     norm_bias: bool = False
+    num_norms: int = 2
 
     @property
     def weights(self) -> Weights:
         """All parameters."""
-        norms = Weights(whole=2 * self.hidden_size * (1 + self.norm_bias))
+        norms = Weights(whole=self.num_norms * self.hidden_size * (1 + self.norm_bias))
         h = self.hidden_size
         return self.attention.weights(h) + self.mlp.weights(h) + norms
 
