@@ -94,7 +94,7 @@ ROOMS: dict[str, set[str]] = {
         *{"planner", "data_plane", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     },
     "launching": {"runtime", "runtime/epochs"},
-    "session": {"planner", "data", "runtime", "megatron"},
+    "session": {"planner", "media", "data", "runtime", "megatron"},
     "verl": {"megatron", "session"},
     "bridge": {"session", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron"},

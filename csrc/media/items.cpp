@@ -43,8 +43,9 @@ void check(const ItemProblem& problem) {
              std::to_string(num_ranks - 1));
     }
   }
-  if (problem.ranks_per_node < 1 || problem.patches_per_row < 1 || problem.patches_per_pack < 1) {
-    refuse("found ranks a node, patches a row or patches a pack below 1; expected 1 or more");
+  if (std::min({problem.ranks_per_node, problem.most_ranks, problem.patches_per_row,
+                problem.patches_per_pack}) < 1) {
+    refuse("found ranks of a node or an item, patches of a row or a pack below 1; expected more");
   }
   for (const int64_t patches : problem.patches) {
     if (patches < 1 || patches % problem.patches_per_row != 0) {
@@ -181,7 +182,8 @@ class Items {
       total_speed += speed;
       top_speed = std::max(top_speed, speed);
     }
-    const int64_t most = std::min<int64_t>(problem.ranks_per_node, num_ranks);
+    const int64_t most =
+        std::min({problem.ranks_per_node, problem.most_ranks, static_cast<int64_t>(num_ranks)});
     while (2 * most_degree <= most) most_degree *= 2;
     for (const int64_t patches : problem.patches) total_s += whole_s(patches);
     even_s = total_s / total_speed;

@@ -22,6 +22,7 @@ struct ItemProblem {
   std::vector<int32_t> consumers;   // the rank whose sequence holds each item; empty: none is near
   std::vector<double> speeds;       // of each rank
   int64_t ranks_per_node = 1;       // ranks k * ranks_per_node and behind share node k
+  int64_t most_ranks = 8;           // that encode one item together
   int64_t patches_per_row = 1;      // an item is cut between rows of its embeddings
   int64_t patches_per_pack = 0;     // the most that a call of the encoder takes
   ItemCost cost;

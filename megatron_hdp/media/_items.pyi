@@ -7,6 +7,7 @@ def plan_items(
     speeds: NDArray[np.float64],
     *,
     ranks_per_node: int,
+    most_ranks: int,
     patches_per_row: int,
     patches_per_pack: int,
     patch_s: float,

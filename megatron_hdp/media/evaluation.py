@@ -38,7 +38,8 @@ def items_bound_s(batch: ItemBatch, cost: ItemCostModel) -> float:
     n = np.unique(batch.patches)
     rows = n // batch.patches_per_row
     fastest = np.full(len(n), np.inf)
-    for degree in range(1, min(batch.ranks_per_node, batch.num_ranks) + 1):
+    most = min(batch.ranks_per_node, batch.num_ranks, batch.most_ranks)
+    for degree in range(1, most + 1):
         piece = -(-rows // degree) * batch.patches_per_row
         attention = cost.patch2_s * n * piece
         hidden = attention * (degree - 1) / degree

@@ -27,6 +27,8 @@ class ItemBatch:
     patches_per_row: int = 4
     patches_per_pack: int = 65_536
     """The most patches of a call of the encoder: what its activations have room for."""
+    most_ranks: int = 8
+    """That may encode one item together."""
     speeds: Float64Array | None = None
     """Of each rank, 1 being the cost model's; None: all 1."""
 

@@ -49,6 +49,7 @@ def _step(batch: ItemBatch, cost: ItemCostModel) -> ItemPlan:
         batch.consumers,
         batch.rank_speeds,
         ranks_per_node=batch.ranks_per_node,
+        most_ranks=batch.most_ranks,
         patches_per_row=batch.patches_per_row,
         patches_per_pack=batch.patches_per_pack,
         patch_s=cost.patch_s,

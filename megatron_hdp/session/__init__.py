@@ -1,7 +1,8 @@
 """HDP under a loop of one's own: batches as arrays, weights by token, log-probabilities, losses."""
 
-from megatron_hdp.session.batch import TokenBatch
+from megatron_hdp.session.batch import MediaItem, TokenBatch
 from megatron_hdp.session.losses import FromHidden, FromLogProbs, FromValues, weights_of
+from megatron_hdp.session.media import MediaEncoder
 from megatron_hdp.session.outcome import SessionReport
 from megatron_hdp.session.session import HdpSession
 
@@ -10,6 +11,8 @@ __all__ = [
     "FromLogProbs",
     "FromValues",
     "HdpSession",
+    "MediaEncoder",
+    "MediaItem",
     "SessionReport",
     "TokenBatch",
     "weights_of",

@@ -20,6 +20,19 @@ _MOST_BYTES = 8
 
 
 @dataclass(frozen=True)
+class MediaItem:
+    """An image, or anything else that an encoder makes rows of, in a sequence."""
+
+    sequence: int
+    """Its place in the batch."""
+    start: int
+    """The first of its tokens there; it has as many as the encoder makes rows. Their ids say
+    nothing, and nothing learns to predict them."""
+    data: Any
+    """What the encoder is given."""
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """The sequences of one global batch; every rank of the job passes the same.
 
@@ -38,6 +51,8 @@ class TokenBatch:
     arrays: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """By name, what a loss of the caller's own is to be given: ``[length, ...]`` each, numbers of
     at most 8 bytes."""
+    media: Sequence[MediaItem] = ()
+    """Items of the sequences, for the encoder of `HdpSession.attach_encoder`."""
 
 
 def num_sequences(batch: TokenBatch | Sequence[Any]) -> int:
@@ -45,16 +60,17 @@ def num_sequences(batch: TokenBatch | Sequence[Any]) -> int:
     return len(batch.tokens if isinstance(batch, TokenBatch) else batch)
 
 
-def share_of(settings: PlanSettings, batch: CheckedBatch, plan: Plan, hdp_rank: int) -> RankShare:
-    """A rank's part of a step."""
-    (share,) = StepShares(
+def shares_of(
+    settings: PlanSettings, batch: CheckedBatch, plan: Plan, hdp_ranks: Sequence[int]
+) -> list[RankShare]:
+    """Ranks' parts of a step."""
+    return StepShares(
         batch.step(),
         plan,
         is_aligned=settings.is_aligned,
         lockstep_ranks=settings.lockstep_ranks,
         group_size=settings.pipeline.group_size,
-    ).of([hdp_rank])
-    return share
+    ).of(hdp_ranks)
 
 
 class CheckedBatch:
@@ -83,6 +99,9 @@ class CheckedBatch:
         everything = np.ones(len(self.token_ids), dtype=np.bool_)
         self.loss_mask = everything if mask is None else mask.astype(np.bool_)
         self.weights = self._flat("weights", batch.weights)
+        self.media = list(batch.media)
+        self.items: Any = None  # what `session.media` finds of them, and what a rank does with them
+        self.step_media: Any = None
         self.arrays = {name: self._flat_array(name, one) for name, one in batch.arrays.items()}
         self._held = {} if self.weights is None else {"weights": self.weights}
         self._held |= {f"arrays[{name!r}]": one for name, one in self.arrays.items()}
@@ -131,7 +150,8 @@ class CheckedBatch:
             "loss_mask": self.loss_mask,
             **self._held,
         }
-        return {name: xxhash.xxh3_64(one.tobytes()).intdigest() for name, one in parts.items()}
+        found = {name: xxhash.xxh3_64(one.tobytes()).intdigest() for name, one in parts.items()}
+        return found | ({"media": _digest(self.media)} if self.media else {})
 
     def per_sequence(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Values of all tokens, ``[..., tokens]``, sequence by sequence."""
@@ -176,6 +196,15 @@ class CheckedBatch:
                 "expected one type and shape of an entry in all sequences"
             )
         return np.concatenate(arrays)
+
+
+def _digest(media: Sequence[MediaItem]) -> int:
+    found = xxhash.xxh3_64()
+    for one in media:
+        data = one.data.detach().cpu().contiguous().numpy() if torch.is_tensor(one.data) else None
+        found.update(f"{one.sequence} {one.start}".encode())
+        found.update(repr(one.data).encode() if data is None else data.tobytes())
+    return found.intdigest()
 
 
 def _of_token(given: Any, name: str, i: int) -> AnyArray:

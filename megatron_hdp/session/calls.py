@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
+from megatron_hdp.data.steps import PlanSettings
 from megatron_hdp.megatron.model import head_gives_values
 from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.runtime.gathering import EveryRankError
+from megatron_hdp.runtime.health import fingerprint, require_agreement
+from megatron_hdp.session.batch import CheckedBatch
 from megatron_hdp.session.losses import FromHidden, FromLogProbs, FromValues
 from megatron_hdp.session.objectives import name_of
 
@@ -56,6 +60,35 @@ def require_head(chunks: Sequence[Any], wants_values: bool) -> None:
                 f"found a call for {found} of a model whose head gives {other}: take "
                 f"{'log_probs or FromLogProbs' if wants_values else 'values or FromValues'}"
             )
+
+
+def require_plan(plan: Plan, settings: PlanSettings, cost_model: CostModel, num_ranks: int) -> None:
+    """Refuses a plan that these ranks cannot run."""
+    if plan.num_ranks != num_ranks or plan.slice_multiple != settings.slice_multiple:
+        raise ValueError(
+            f"found a plan for {plan.num_ranks} ranks and slices of multiples of "
+            f"{plan.slice_multiple}, expected {num_ranks} and {settings.slice_multiple}: "
+            "let session.plan make it"
+        )
+    plan.validate(num_layers=cost_model.num_layers)
+
+
+def require_same(
+    call: tuple[object, ...], batch: CheckedBatch, plan: Plan, device: torch.device
+) -> None:
+    """Compares what ranks are about to do; every rank must call this.
+
+    Raises:
+        DisagreementError: they hold different batches, plans or arguments.
+    """
+    facts = {
+        "what is called": fingerprint(call),
+        "number of sequences": len(batch.lengths),
+        "names and types of the arrays": fingerprint(batch.names()),
+        "plan": plan.fingerprint(),
+    }
+    require_agreement(facts, device)
+    require_agreement(batch.fingerprints(), device)
 
 
 def divisor_of(given: float | None, loss_tokens: int) -> float:

@@ -24,18 +24,20 @@ from megatron_hdp.megatron.step import build_executor
 from megatron_hdp.megatron.world import World, give_state
 from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import EveryRankError, on_every_rank, summed_by_name
-from megatron_hdp.runtime.health import fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import Timeline
-from megatron_hdp.session.batch import CheckedBatch, TokenBatch, num_sequences, share_of
+from megatron_hdp.session.batch import CheckedBatch, TokenBatch, num_sequences, shares_of
 from megatron_hdp.session.calls import (
     divisor_of,
     kind_of,
     require_head,
     require_known,
     require_loss,
+    require_plan,
     require_result,
+    require_same,
 )
 from megatron_hdp.session.losses import FromHidden, FromValues, Loss
+from megatron_hdp.session.media import MediaEncoder, SessionMedia, rows_in_place, with_items
 from megatron_hdp.session.model_options import arguments_of_model, built_as
 from megatron_hdp.session.moving import SessionPlace, world_of
 from megatron_hdp.session.objectives import LogProbs, OwnFunction, Values, WeightedNll
@@ -87,6 +89,7 @@ class HdpSession:
         self.chunks = list(chunks)
         self._timeline = Timeline()
         self._vocab_size = vocab_size
+        self._media: SessionMedia | None = None
         self._world: World | None = None
         self._optimizer: Any = None
         self._has_joined = self._has_groups = self._is_released = False
@@ -99,6 +102,8 @@ class HdpSession:
         self.cost_model, self._settings = found.cost_model, found.settings
         self._reader = found.reader
         self._watch = Watch(self.arguments, self._timeline)
+        if self._media is not None:
+            self.attach_encoder(self._media.encoder, balance=self._media.balance)
 
     @classmethod
     def from_flags(cls, flags: Sequence[str], *, vocab_size: int) -> HdpSession:
@@ -225,6 +230,16 @@ class HdpSession:
             )
         self._optimizer = build_optimizer(self.arguments, self.chunks)
         return self._optimizer
+
+    def attach_encoder(self, encoder: MediaEncoder, *, balance: str = "step") -> None:
+        """Lets batches have items; a step leaves the encoder's gradients in ``grad``.
+
+        Args:
+            encoder: with the same weights on every rank, which all call this.
+            balance: who encodes what, see `media.plan_items`.
+        """
+        place = self.place, self._settings, self._reader
+        self._media = SessionMedia(encoder, self.arguments, self.chunks, *place, balance)
 
     def leave(self) -> None:
         """Leaves the job, and drops all that is bound to its members; waits for no other rank.
@@ -397,10 +412,7 @@ class HdpSession:
 
     @watched(EveryRankError)
     def values(self, batch: TokenBatch | Sequence[Any]) -> list[torch.Tensor] | None:
-        """What a head of one output says of tokens: ``[length]``, 0 outside the loss mask.
-
-        Else as `log_probs`, to all ranks in float32.
-        """
+        """What a head of one output says: ``[length]``, 0 outside the loss mask; as `log_probs`."""
         require = partial(require_head, self.chunks, True)
         checked, _, share = self._agreed(batch, None, require, "values")
         return self._kept(Values(checked), checked, share, torch.float32, "all")
@@ -417,7 +429,8 @@ class HdpSession:
     def _checked(self, batch: TokenBatch | Sequence[Any]) -> CheckedBatch:
         given = batch if isinstance(batch, TokenBatch) else TokenBatch(batch)
         longest = self.arguments.seq_length
-        return CheckedBatch(given, vocab_size=self._vocab_size, max_length=longest)
+        checked = CheckedBatch(given, vocab_size=self._vocab_size, max_length=longest)
+        return with_items(checked, self._media)
 
     def _agreed(
         self,
@@ -439,33 +452,17 @@ class HdpSession:
                     "another by HdpSession.of_model"
                 )
             checked = self._checked(batch)
-            made = self._usable(plan, checked)
-            return checked, made, share_of(self._settings, checked, made, self.place.hdp_rank)
+            made = plan_by(self._settings, checked.lengths) if plan is None else plan
+            require_plan(made, self._settings, self.cost_model, self.place.num_hdp_ranks)
+            (share,) = shares_of(self._settings, checked, made, [self.place.hdp_rank])
+            if self._media is not None:
+                self._media.prepare(checked, made)
+            return checked, made, share
 
         device = parallel.compute_device()
         checked, made, share = on_every_rank(prepared, device)
-        facts = {
-            "what is called": fingerprint(call),
-            "number of sequences": len(checked.lengths),
-            "names and types of the arrays": fingerprint(checked.names()),
-            "plan": made.fingerprint(),
-        }
-        require_agreement(facts, device)
-        require_agreement(checked.fingerprints(), device)
+        require_same(call, checked, made, device)
         return checked, made, share
-
-    def _usable(self, plan: Plan | None, checked: CheckedBatch) -> Plan:
-        if plan is None:
-            plan = plan_by(self._settings, checked.lengths)
-        num_ranks = self.place.num_hdp_ranks
-        if plan.num_ranks != num_ranks or plan.slice_multiple != self._settings.slice_multiple:
-            raise ValueError(
-                f"found a plan for {plan.num_ranks} ranks and slices of multiples of "
-                f"{plan.slice_multiple}, expected {num_ranks} and {self._settings.slice_multiple}: "
-                "let session.plan make it"
-            )
-        plan.validate(num_layers=self.cost_model.num_layers)
-        return plan
 
     def _kept(
         self, objective: LogProbs, checked: CheckedBatch, share: RankShare, dtype: Any, to: str
@@ -489,7 +486,10 @@ class HdpSession:
         micro_batches = tuple(
             read_micro_batch(share, slot, self._reader, checked) for slot in range(share.num_slots)
         )
-        with in_mode(self.chunks, training=not forward_only):
+        with (
+            in_mode(self.chunks, training=not forward_only),
+            rows_in_place(checked, micro_batches, divisor, forward_only),
+        ):
             outcome = self._executor.run(
                 micro_batches,
                 divisor,

@@ -172,6 +172,10 @@ COMMANDS = {
     "torchrun --nproc-per-node 2 scripts/examples/own_loop/train.py": Elsewhere(
         "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
     ),
+    "torchrun --nproc-per-node 2 scripts/examples/own_loop/pictures.py": Elsewhere(
+        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike",
+        needs="slow",
+    ),
     TRAIN.format(4, "--metrics-path metrics.jsonl"): TRAINS,
     TRAIN.format(4, "--metrics-path metrics.jsonl --hdp-cost-model online"): TRAINS,
     TRAIN.format(8, "--pipeline-model-parallel-size 2"): TRAINS,

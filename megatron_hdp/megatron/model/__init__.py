@@ -36,9 +36,11 @@ from megatron_hdp.megatron.model.rotary import (
     give_own_positions,
 )
 from megatron_hdp.megatron.model.router import HdpRouter
+from megatron_hdp.megatron.model.rows import FIRST_MARK, rows_for_marks
 from megatron_hdp.megatron.model.taking import derived, require_own
 
 __all__ = [
+    "FIRST_MARK",
     "EndsInLoss",
     "FurtherTokens",
     "FusedLossHybrid",
@@ -72,5 +74,6 @@ __all__ = [
     "require_known_blocks",
     "require_own",
     "require_whole_layers",
+    "rows_for_marks",
     "without_shared_experts",
 ]
