@@ -173,8 +173,7 @@ COMMANDS = {
         "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
     ),
     "torchrun --nproc-per-node 2 scripts/examples/own_loop/pictures.py": Elsewhere(
-        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike",
-        needs="slow",
+        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
     ),
     TRAIN.format(4, "--metrics-path metrics.jsonl"): TRAINS,
     TRAIN.format(4, "--metrics-path metrics.jsonl --hdp-cost-model online"): TRAINS,
