@@ -9,7 +9,7 @@ from megatron_hdp.session import HdpSession
 from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.session.test_taken_over import everything
 from tests.support.gradients import EXPERTS, VOCABULARY
-from tests.support.hybrids import NEEDS, hybrid_chunk, hybrid_errors
+from tests.support.hybrids import HAS_LATENT, NEEDS, hybrid_chunk, hybrid_errors
 from tests.support.mla import MLA
 from tests.support.own_loop import arguments_of
 
@@ -44,6 +44,8 @@ QUICK = {"experts"}
 )
 def test_gradients_are_those_of_one_rank(run_ranks, layout):
     pattern, ranks, overrides = LAYOUTS[layout]
+    if "+" in pattern and not HAS_LATENT:
+        pytest.skip("this megatron-core has no latent attention in hybrids: install 0.19")
     letters = pattern.replace("|", "")
     arguments = arguments_of(**{"num_layers": len(letters), **overrides})
     kinds = ("weighted", "clipped", "values")

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core import parallel_state
+from megatron.core import package_info, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -34,6 +34,7 @@ from tests.support import gradients, own_loop
 from tests.support.gradients import VOCABULARY
 
 HAS_HYBRIDS = importlib.util.find_spec("megatron.core.models.hybrid") is not None
+HAS_LATENT = HAS_HYBRIDS and package_info.__version__.split(".")[:2] != ["0", "18"]
 NEEDS = pytest.mark.skipif(
     not HAS_HYBRIDS,
     reason="this megatron-core has no HybridModel: put 0.18.2 or newer first on PYTHONPATH",
@@ -73,6 +74,8 @@ def local_stack(config):
         how = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": False}
         experts = get_moe_module_spec(use_te=False, **how)
         blocks["moe_layer"] = multiplying(TransformerLayer, experts)
+    if not HAS_LATENT:
+        del blocks["mla_layer"]
     return ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**blocks))
 
 

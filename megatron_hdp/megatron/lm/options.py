@@ -18,6 +18,7 @@ from megatron_hdp.megatron.model import (
     fused_kernel_is_there,
 )
 from megatron_hdp.megatron.options import (
+    HybridArguments,
     MoeOptions,
     ParallelOptions,
     TrainingArguments,
@@ -31,6 +32,8 @@ from megatron_hdp.megatron.options import (
     check_windows,
     growth_of,
     num_model_chunks,
+    options_of_pattern,
+    require_known_letters,
     sequences_of,
 )
 from megatron_hdp.megatron.parallel import compute_device
@@ -94,12 +97,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cache_mla_latents": (False, "it serves inference"),
     "mla_down_proj_fusion": (False, "HDP needs projections with their own weights"),
     "experimental_attention_variant": (None, _GPT),
-    "hybrid_override_pattern": (None, _GPT),
-    "hybrid_layer_pattern": (None, _GPT),
-    "is_hybrid_model": (False, _GPT),
+    "hybrid_override_pattern": (None, "give --hybrid-layer-pattern, from 0.18 on"),
+    "is_hybrid_model": (False, "give --hybrid-layer-pattern, from 0.18 on"),
     "heterogeneous_layers_config_path": (None, _GPT),
     "use_legacy_models": (False, _GPT),
-    "spec": (None, _GPT),
     "position_embedding_type": (("rope", "yarn", "none"), _GPT),
     "use_mup": (False, _GPT),
     "batch_invariant_mode": (False, "how HDP splits keys between blocks depends on the plan"),
@@ -205,6 +206,7 @@ def check(args: argparse.Namespace) -> None:
             )
     if options.hdp_survive:
         _check_survival(args)
+    _check_kind(args)
     _check_positions(args)
     _check_growth(args)
     _check_attention(getattr(args, "attention_backend", None))
@@ -247,6 +249,18 @@ def _check_survival(args: argparse.Namespace) -> None:
             nccl.prepare()
     except ValueError as error:
         raise OptionError(str(error)) from None
+
+
+def _check_kind(args: argparse.Namespace) -> None:
+    """Refuses blocks of hybrids whose tokens HDP cannot place, and specifications of other GPTs."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        require_known_letters(pattern)
+    elif getattr(args, "spec", None) is not None:
+        raise OptionError(
+            f"--spec: found {args.spec} without --hybrid-layer-pattern, expected none: {_GPT}, or "
+            "hybrids: leave it out"
+        )
 
 
 def _check_positions(args: argparse.Namespace) -> None:
@@ -405,4 +419,8 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         values["sft_tokenizer_prompt_format"] += f"@{release_of(installed_version())}"
     if not args.group_query_attention:
         values["num_query_groups"] = args.num_attention_heads
-    return TrainingArguments(**values)
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is None:
+        return TrainingArguments(**values)
+    values["num_virtual_stages_per_pipeline_rank"] = None  # derived from the pattern's bars
+    return HybridArguments(**values | options_of_pattern(pattern))

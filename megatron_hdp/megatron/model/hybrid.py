@@ -10,13 +10,9 @@ from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_hdp.megatron.options import require_known_letters
+
 _MODULE = "megatron.core.models.hybrid.hybrid_model"
-_OVER_TOKENS = "runs over all packed tokens of a rank, across sequences and not around rings"
-_REFUSED = {
-    "M": f"the state and the convolution of a Mamba block {_OVER_TOKENS}",
-    "G": f"the state and the convolution of a gated delta net {_OVER_TOKENS}",
-    "D": "sparse attention chooses among the keys that a rank has, not among those of a ring",
-}
 
 
 class _NoModel:
@@ -40,12 +36,9 @@ def require_known_blocks(stack: Any) -> None:
     """
     letters = getattr(stack, "layer_type_list", None) or ()
     for letter, layer in zip(letters, getattr(stack, "layers", ()), strict=True):
-        if letter in _REFUSED:
-            raise ValueError(
-                f"layer {layer.layer_number} of the hybrid: found {letter} "
-                f"({_named(layer)}), expected *, +, - or E: {_REFUSED[letter]}; train a pattern "
-                "without it"
-            )
+        require_known_letters(
+            letter, f"layer {layer.layer_number} of the hybrid", f" ({_named(layer)})"
+        )
 
 
 def attends(layer: Any) -> bool:

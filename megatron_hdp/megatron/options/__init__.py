@@ -20,7 +20,11 @@ from megatron_hdp.megatron.options.checks import (
 )
 from megatron_hdp.megatron.options.fp8_checks import check_fp8, token_multiple
 from megatron_hdp.megatron.options.groups import ParallelOptions
-from megatron_hdp.megatron.options.hybrid import HybridArguments, options_of_pattern
+from megatron_hdp.megatron.options.hybrid import (
+    HybridArguments,
+    options_of_pattern,
+    require_known_letters,
+)
 from megatron_hdp.megatron.options.layer_patterns import (
     check_windows,
     expert_layers,
@@ -94,6 +98,7 @@ __all__ = [
     "planned_layers",
     "planned_weights",
     "position_record",
+    "require_known_letters",
     "sequences_of",
     "shape_in",
     "stage_split",

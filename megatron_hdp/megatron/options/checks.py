@@ -15,6 +15,7 @@ from megatron_hdp.megatron.options.arguments import (
     planned_layers,
     stage_split,
 )
+from megatron_hdp.megatron.options.hybrid import HybridArguments
 from megatron_hdp.options import OptionError, flag_of, no_effect, require_multiple
 from megatron_hdp.planner.stages import StageSplit
 from megatron_hdp.strategies import AUTO
@@ -273,7 +274,8 @@ def check_mtp(args: TrainingArguments) -> None:
         "--no-hdp-fused-loss": not args.hdp_fused_loss,
         "--window-size": args.window_size is not None,
         "--no-rope-freq": args.no_rope_freq is not None,
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None
+        and not isinstance(args, HybridArguments),
         "virtual stages": num_model_chunks(args) > 1,
         "--recompute-method block": args.recompute_method == "block",
         f"--recompute-num-layers {unit}": args.recompute_method == "uniform" and unit != 1,

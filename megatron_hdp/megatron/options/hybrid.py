@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hdp.megatron.options.arguments import TrainingArguments
+from megatron_hdp.options import OptionError
 
 ATTENDING, DENSE, EXPERTS = "*+", "-", "E"
 _STAGE, _DEPTH = "|", "/"
+_OVER_TOKENS = "runs over all packed tokens of a rank, across sequences and not around rings"
+_REFUSED = {
+    "M": f"the state and the convolution of a Mamba block {_OVER_TOKENS}",
+    "G": f"the state and the convolution of a gated delta net {_OVER_TOKENS}",
+    "D": "sparse attention chooses among the keys that a rank has, not among those of a ring",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +27,27 @@ class HybridArguments(TrainingArguments):
     """A run of such a model; no command of ours builds one, so the pattern is no flag."""
 
     hybrid_layer_pattern: str
+
+
+def require_known_letters(
+    pattern: str, whose: str = "--hybrid-layer-pattern", what: str = ""
+) -> None:
+    """Refuses a pattern with blocks whose tokens HDP cannot place.
+
+    Args:
+        pattern: of a model, or one letter of it.
+        whose: where it was found.
+        what: is the block, in the error.
+
+    Raises:
+        OptionError: names the letter and the reason.
+    """
+    for letter in pattern:
+        if letter in _REFUSED:
+            raise OptionError(
+                f"{whose}: found {letter}{what}, expected *, +, - or E: {_REFUSED[letter]}; train "
+                "a pattern without it"
+            )
 
 
 def options_of_pattern(pattern: str) -> dict[str, Any]:

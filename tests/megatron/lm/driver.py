@@ -1,4 +1,4 @@
-"""Runs a Megatron-LM checkout's pretrain_gpt.py on gloo ranks, several times after one import.
+"""Runs a Megatron-LM checkout's script on gloo ranks, several times after one import.
 
 Ranks are forked once Megatron is loaded, which takes longer than the few steps that they run. What
 they write goes to files. ``python -m tests.megatron.lm.driver CHECKOUT RUNS.json``.
@@ -142,6 +142,11 @@ def _be_rank(
             from tests.gradient_equivalence.case import emptied_outputs
 
             faults.enter_context(emptied_outputs())
+        if run.get("hybrid"):
+            from megatron.core.models.hybrid import hybrid_block
+            from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+            faults.enter_context(mock.patch.object(hybrid_block, "TENorm", WrappedTorchNorm))
         if run.get("sft"):
             faults.enter_context(_sft_on_a_cpu())
         if "nan_after" in run:

@@ -48,7 +48,7 @@ print(json.dumps([__version__, names]))
 _FROM_19 = """dataloader_inter_document_masking expert_tensor_parallel_num_weight_shards
 freeze_all_layers logits_load_dir logits_save_dir mtp_detach_heads
 tensor_parallel_num_weight_shards"""
-_FROM_17 = """hybrid_layer_pattern mla_down_proj_fusion moe_router_force_biased
+_FROM_17 = """mla_down_proj_fusion moe_router_force_biased
 mtp_use_repeated_layer optimizer_cuda_graph use_mup"""
 LACKING = {
     **dict.fromkeys(_FROM_19.split(), ("0.16", "0.17", "0.18")),
@@ -165,6 +165,10 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
         ("", FLEX | {BACKEND: "hybridep"}, "equally many tokens .* use deepe"),
         ("", FLEX | {BACKEND: "ncclep"}, "ncclep does not go .* needs deepep"),
         ("--hdp-offload auto", BESIDE, "--moe-shared-expert-overlap with --hdp-offload auto: expe"),
+        ("", {"spec": ["a.module", "name"]}, "--spec: found .*'a.module'.* expected none"),
+        ("", {"hybrid_layer_pattern": "*-M-"}, "-pattern: found M, expected .* a Mamba block"),
+        ("", {"hybrid_layer_pattern": "*-/G-"}, "-pattern: found G, expected .* gated delta net"),
+        ("", {"hybrid_layer_pattern": "D-"}, "-pattern: found D, expected .* sparse attention"),
         # what Megatron-LM's script reads and leaves out
         ("", {"position_embedding_type": "yarn"}, "expected 0.19 or newer"),
         ("", UNSCALED, "--rope-scaling-factor: found 32.0, expected 8"),
