@@ -12,11 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_hdp.megatron.checkpoint import checksums, reading, write_results
@@ -218,7 +218,7 @@ class Checkpoints:
     def _request(self, progress: Progress, written: Path) -> Any:
         """What Megatron will do to write this rank's part into a folder."""
         strategy = FullyParallelSaveStrategyWrapper(
-            get_default_save_sharded_strategy(),
+            TorchDistSaveShardedStrategy("torch_dist", 1),
             parallel_state.get_data_parallel_group(with_context_parallel=True),
         )
         with write_results.through_a_file():
