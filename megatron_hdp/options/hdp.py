@@ -11,6 +11,12 @@ _MOST_TOKENS = 2**40  # the planner's limit
 ONLINE = Path("online")
 """Value of --hdp-cost-model that means --hdp-online; a file of this name needs its folder."""
 
+LORA_TARGETS = (
+    *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
+    *("linear_kv_down_proj", "linear_kv_up_proj"),
+)
+
 PLANNER_FLAGS = {
     "tokens_per_rank": "--hdp-tokens-per-rank",
     "max_length": "--seq-length",
@@ -196,6 +202,23 @@ class HdpOptions:
         "'embedding.*' '*.mlp.*'; layers are counted over the whole model, from 0. The optimizer "
         "keeps nothing of them.",
     )
+    lora_rank: int | None = option(
+        None,
+        minimum=1,
+        help="Train low-rank adapters (LoRA) of this rank and nothing else. Checkpoints then hold "
+        "the adapters alone; the weights beside them come from --pretrained-checkpoint.",
+    )
+    lora_alpha: float | None = option(
+        None,
+        minimum=0,
+        help="Adapters' outputs are scaled by this divided by --lora-rank. Default: the rank.",
+    )
+    lora_targets: tuple[str, ...] = option(
+        LORA_TARGETS[:4],
+        choices=LORA_TARGETS,
+        help="Linear layers that get adapters, in every layer of the model. Those with latent "
+        "attention have the last five instead of linear_qkv.",
+    )
     hdp_corrupt_limit: int = option(
         16,
         minimum=0,
@@ -279,7 +302,10 @@ class HdpOptions:
         check_values(self)
         if not self.hybrid_data_parallel:
             for item in fields(self):
-                if item.name.startswith("hdp_") and getattr(self, item.name) != item.default:
+                if (
+                    item.name.startswith(("hdp_", "lora_"))
+                    and getattr(self, item.name) != item.default
+                ):
                     raise no_effect(flag_of(item.name), "--hybrid-data-parallel")
             return
         if self.hdp_tokens_per_rank is None:
@@ -299,6 +325,14 @@ class HdpOptions:
             raise OptionError(
                 f"--attention-dropout {attention_dropout} is not supported by ring attention: "
                 "pass --attention-dropout 0"
+            )
+        if self.lora_rank is None:
+            for item in fields(self):
+                if item.name.startswith("lora_") and getattr(self, item.name) != item.default:
+                    raise no_effect(flag_of(item.name), "--lora-rank")
+        elif self.hdp_frozen:
+            raise OptionError(
+                "--hdp-frozen: found --lora-rank, which freezes all but adapters: leave one out"
             )
         if self.hdp_survive_least_speed is not None:
             found = f"--hdp-survive-least-speed {self.hdp_survive_least_speed}"

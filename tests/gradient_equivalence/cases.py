@@ -23,7 +23,7 @@ from tests.gradient_equivalence.case import (
     on_the_fly,
     read_without_chat,
 )
-from tests.gradient_equivalence.frozen import frozen
+from tests.gradient_equivalence.frozen import frozen, with_adapters
 from tests.gradient_equivalence.grouped_experts import GroupedLinear, grouped_experts
 from tests.gradient_equivalence.on_gpus import on_gpus
 from tests.gradient_equivalence.parted import double_rings, parted, recomputed, streams
@@ -380,7 +380,7 @@ CASES: dict[str, Case] = {
     )
     for name, case in rows.items()
 }
-CASES |= frozen(CASES)
+CASES |= frozen(CASES) | with_adapters(CASES)
 
 SMOKE = "yarn-some-layers"
 QUICK = {  # each model, layout and feature once; the other rows are slow

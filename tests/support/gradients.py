@@ -8,6 +8,7 @@ routers add to it is computed from their logits, by the definition.
 import fnmatch
 import functools
 import json
+import zlib
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +26,13 @@ from megatron_hdp.data.mixture import BatchSize, Position, TextSource
 from megatron_hdp.data.tables import count_documents
 from megatron_hdp.data.tokenizers import build_tokenizer
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.model import building, is_adapter
 from megatron_hdp.megatron.model.initialisation import (
     global_parameters,
     initialise_by_name,
+    own_part,
     tensor_group,
+    whole_shape,
 )
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device
@@ -147,6 +150,7 @@ def hdp_steps_of(arguments, plans, faults=()):
     parallel.set_seeds(arguments.seed)
     chunks = building.build_chunks(arguments, VOCABULARY)
     begin_with_biases(chunk.module for chunk in chunks)
+    begin_with_adapters(chunk.module for chunk in chunks)
     executor = setup.build_executor(arguments, chunks, Timeline())
     cost_model = setup.cost_model_of(arguments, executor)
     corpus = open_split(arguments, split_specs(arguments)["train"])
@@ -179,6 +183,34 @@ def begin_with_biases(models):
         if router.expert_bias is not None:
             generator = torch.Generator().manual_seed(router.layer_number)
             router.expert_bias.copy_(torch.rand(router.num_experts, generator=generator) / 5)
+
+
+def begin_with_adapters(models):
+    """Draws both matrices of every adapter: with a B of zeros A would have no gradient."""
+    for model in models:
+        for name, parameter in global_parameters(model):
+            if is_adapter(name):
+                whole = drawn_adapter(name, whole_shape(parameter))
+                parameter.data.copy_(own_part(parameter, whole))
+
+
+def drawn_adapter(name, shape):
+    """A whole matrix of an adapter, the same wherever it is drawn."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator, dtype=torch.float64) / 3
+
+
+def merged_adapters(gpt, arguments):
+    """Adds what adapters add to the weights of a whole model; returns A and B by weights' names."""
+    rank, adapters = arguments.lora_rank, {}
+    for name, weight in global_parameters(gpt):
+        linear, _, last = name.rpartition(".")
+        if rank and last == "weight" and linear.rpartition(".")[-1] in arguments.lora_targets:
+            a = drawn_adapter(f"{linear}.lora_a", (rank, weight.shape[1]))
+            b = drawn_adapter(f"{linear}.lora_b", (weight.shape[0], rank))
+            weight.data += arguments.lora_alpha / rank * b @ a
+            adapters[name] = a, b
+    return adapters
 
 
 def routers_of(models):
@@ -220,6 +252,7 @@ def stock_model(arguments):
 def reference_gradients(arguments):
     """The same from this rank alone with megatron-core's stock model, sequence by sequence."""
     gpt = stock_model(arguments)
+    adapters = merged_adapters(gpt, arguments)
     router_logits = _watch_routers(gpt)
     depths = arguments.mtp_num_layers or 0
     behind, num_behind = [torch.zeros(()).double()] * depths, [0] * depths
@@ -251,8 +284,22 @@ def reference_gradients(arguments):
         for name, one in global_parameters(gpt)
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen)
     }
+    if adapters:
+        parameters = {name: one for name, one in parameters.items() if name in adapters}
     grads = torch.autograd.grad(whole, list(parameters.values()))
-    return loss.item(), dict(zip(parameters, grads, strict=True))
+    grads = dict(zip(parameters, grads, strict=True))
+    return loss.item(), _of_adapters(grads, adapters, arguments) if adapters else grads
+
+
+def _of_adapters(grads, adapters, arguments):
+    """The gradients of both matrices of each adapter from those of merged weights."""
+    scale = arguments.lora_alpha / arguments.lora_rank
+    found = {}
+    for name, (a, b) in adapters.items():
+        linear = name.removesuffix("weight")
+        found[f"{linear}lora_a"] = scale * b.t() @ grads[name]
+        found[f"{linear}lora_b"] = scale * grads[name] @ a.t()
+    return found
 
 
 def _losses_behind(gpt, tokens, labels, is_trained, mask, depths):

@@ -143,7 +143,7 @@ def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
     from megatron_hdp.megatron.cpu import gpu_gaps
     from megatron_hdp.megatron.lm.model import adapt
-    from megatron_hdp.megatron.model import freeze, require_frozen
+    from megatron_hdp.megatron.model import choose_trained, require_trained
 
     _job.begin(args)
     if not shim.is_active():
@@ -154,13 +154,12 @@ def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
 
     def adapted(*its_positional: Any, **its_named: Any) -> Any:
         model = adapt(make_stage(*its_positional, **its_named), fused_loss=args.hdp_fused_loss)
-        freeze(model, args.hdp_frozen)
+        choose_trained(model, args)
         return model
 
     bound.arguments[first] = adapted
     chunks = original(*bound.args, **bound.kwargs)
-    if args.hdp_frozen:
-        require_frozen(chunks, args.hdp_frozen)
+    require_trained(chunks, args)
     return chunks
 
 

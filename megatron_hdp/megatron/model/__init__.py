@@ -11,7 +11,11 @@ from megatron_hdp.megatron.model.building import (
     check_recomputation,
     model_dtype,
 )
-from megatron_hdp.megatron.model.frozen import freeze, require_frozen, require_whole_layers
+from megatron_hdp.megatron.model.frozen import (
+    choose_trained,
+    require_trained,
+    require_whole_layers,
+)
 from megatron_hdp.megatron.model.fused_loss import (
     EndsInLoss,
     FusedLossHybrid,
@@ -20,6 +24,7 @@ from megatron_hdp.megatron.model.fused_loss import (
 )
 from megatron_hdp.megatron.model.hybrid import attends, hybrid_class, require_known_blocks
 from megatron_hdp.megatron.model.last_stage import LastStage
+from megatron_hdp.megatron.model.lora import add_adapters, is_adapter
 from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention
 from megatron_hdp.megatron.model.moe import (
     HdpMoeTransformerLayer,
@@ -55,24 +60,26 @@ __all__ = [
     "OwnPositionRotaryEmbedding",
     "OwnPositionYarnEmbedding",
     "SequenceParallelNorm",
+    "add_adapters",
     "at_own_positions",
     "attends",
     "build_chunks",
     "build_gpt",
     "check_recomputation",
+    "choose_trained",
     "derived",
-    "freeze",
     "further_layers",
     "fused_kernel_can_count",
     "fused_kernel_is_there",
     "give_own_positions",
     "head_gives_values",
     "hybrid_class",
+    "is_adapter",
     "let_biases_be_added",
     "model_dtype",
-    "require_frozen",
     "require_known_blocks",
     "require_own",
+    "require_trained",
     "require_whole_layers",
     "rows_for_marks",
     "without_shared_experts",

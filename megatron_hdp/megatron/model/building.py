@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_hdp.megatron.model.attention import HdpCoreAttention
-from megatron_hdp.megatron.model.frozen import freeze, require_frozen
+from megatron_hdp.megatron.model.frozen import choose_trained, require_trained
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
 from megatron_hdp.megatron.model.mla import attend_to_own_positions, mla_settings
@@ -237,13 +237,13 @@ def build_chunks(arguments: TrainingArguments, vocab_size: int) -> list[Distribu
     """This rank's parts of the model, each wrapped in Megatron's DDP, on its device.
 
     Several with virtual stages, else one. `vocab_size` is that of the tokenizer, padded here. With
-    frozen weights every rank must call this.
+    frozen weights or adapters every rank must call this.
     """
     config = transformer_config(arguments)
     num_chunks = num_model_chunks(arguments)
     chunks = [_chunk(arguments, config, vocab_size, one, num_chunks) for one in range(num_chunks)]
-    if arguments.hybrid_data_parallel and arguments.hdp_frozen:
-        require_frozen(chunks, arguments.hdp_frozen)
+    if arguments.hybrid_data_parallel:
+        require_trained(chunks, arguments)
     return chunks
 
 
@@ -285,7 +285,7 @@ def _chunk(
     if arguments.hybrid_data_parallel:
         give_own_positions(model)
         initialise_by_name(model, arguments.seed)
-        freeze(model, arguments.hdp_frozen)
+        choose_trained(model, arguments)
     model.to(compute_device(), model_dtype(arguments))  # torch's norms ignore params_dtype
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,

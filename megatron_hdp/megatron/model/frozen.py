@@ -11,10 +11,49 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.megatron.model.initialisation import global_parameters
+from megatron_hdp.megatron.model.lora import add_adapters, require_adapters
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.gathering import summed_by_name
 
 _TRAINED = "weights that are trained"
+
+
+def choose_trained(model: GPTModel, options: Any) -> None:
+    """Makes a stage train what flags say: all weights, some of them, or adapters alone.
+
+    Args:
+        model: before Megatron's DDP wraps it.
+        options: our arguments, or Megatron's.
+
+    Raises:
+        ValueError: flags do not fit the model.
+    """
+    if options.lora_rank is None:
+        freeze(model, options.hdp_frozen)
+        return
+    add_adapters(
+        model,
+        rank=options.lora_rank,
+        alpha=options.lora_alpha,
+        targets=options.lora_targets,
+        seed=options.seed,
+    )
+
+
+def require_trained(chunks: Iterable[Any], options: Any) -> None:
+    """Refuses flags that name no weight of the whole model; every rank must call this.
+
+    Args:
+        chunks: this rank's, each a GPT in whatever wraps it.
+        options: as of `choose_trained`.
+
+    Raises:
+        ValueError: says which.
+    """
+    if options.lora_rank is not None:
+        require_adapters(chunks, options.lora_targets)
+    elif options.hdp_frozen:
+        require_frozen(chunks, options.hdp_frozen)
 
 
 def freeze(model: GPTModel, patterns: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.mappings import (
@@ -22,9 +21,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
+from megatron_hdp.megatron.model.lora import normed, with_adapter
 from megatron_hdp.megatron.model.rotary import at_own_positions
 from megatron_hdp.megatron.model.taking import take_over_class
 from megatron_hdp.megatron.options import TrainingArguments
@@ -220,7 +219,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
         """The same, whose ring passes the latent on; keys and values are kept nowhere."""
         projection = self.linear_kv_up_proj
         _gather_parameters(projection)
-        latent = _normed(self.kv_layernorm(latent), projection, self.config)
+        latent = normed(self.kv_layernorm(latent), projection, self.config)
         if self.config.sequence_parallel:
             latent = gather_from_sequence_parallel_region(latent, group=self.pg_collection.tp)
         else:
@@ -229,7 +228,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
             query[:, 0],
             latent[:, 0],
             rotated[:, 0, 0],
-            _AddedByDdp.apply(projection.weight),
+            with_adapter(projection, _AddedByDdp.apply(projection.weight)),
             params.layout,
             params.comm,
             self.core_attention.scale,
@@ -251,20 +250,6 @@ def _gather_parameters(projection: torch.nn.Module) -> None:
     """Waits for parameters that Megatron's optimizer may still gather, as a forward pass would."""
     for hook in projection._forward_pre_hooks.values():
         hook(projection, ())
-
-
-def _normed(
-    latent: torch.Tensor, projection: torch.nn.Module, config: TransformerConfig
-) -> torch.Tensor:
-    """The latent as the projection's weight takes it: TransformerEngine's layer norms it first."""
-    gain = getattr(projection, "layer_norm_weight", None)
-    if gain is None:
-        return latent
-    gain = gain + 1 if config.layernorm_zero_centered_gamma else gain
-    size, eps = latent.shape[-1:], config.layernorm_epsilon
-    if config.normalization == "RMSNorm":
-        return functional.rms_norm(latent, size, gain, eps)
-    return functional.layer_norm(latent, size, gain, projection.layer_norm_bias, eps)
 
 
 class _AddedByDdp(torch.autograd.Function):
