@@ -203,7 +203,7 @@ class BatchMedia:
 
     def rows_of(self, item: int) -> Int64Array:
         """The numbers of an item's rows."""
-        return self.firsts[item] + np.arange(self.counts[item])
+        return np.arange(self.firsts[item], self.firsts[item] + self.counts[item])
 
     def rows_in(self, batch: CheckedBatch, micro_batch: RankMicroBatch) -> Int64Array:
         """The row of each token of a micro-batch, -1 where there is none, ``[t]``."""

@@ -152,7 +152,8 @@ class _Adapted(torch.nn.Module):
                 f"{', '.join(_SHARED)}: leave {last} out of the targets, or with experts "
                 "--moe-grouped-gemm"
             )
-        linear.__class__ = _adapted(type(linear))
+        found: Any = type(linear)
+        linear.__class__ = _adapted(found)
         linear._take_over(kind, rank, scale, gated=last == "linear_fc1")
 
     def _take_over(self, kind: str, rank: int, scale: float, *, gated: bool) -> None:
@@ -160,7 +161,7 @@ class _Adapted(torch.nn.Module):
         self._kind, self.lora_scale = kind, scale
         self._gated = gated and config.gated_linear_unit
         out, into = weight.shape
-        is_spread, num_ranks = parallel.is_spread_expert(weight), self._group().size()  # type: ignore[arg-type]
+        is_spread, num_ranks = parallel.is_spread_expert(weight), self._group().size()
         for name, shape, is_shared, dim in (
             ("lora_a", (rank, into), kind == _ROWS, 1),
             ("lora_b", (out, rank), kind == _COLUMNS, 0),
@@ -225,7 +226,7 @@ class _Adapted(torch.nn.Module):
         if self._kind == _NOT:
             return functional.linear(self.lora_scale * functional.linear(x, a), b)
         if not self._exchanges():
-            a, b = (self._summed(a), b) if self._kind == _COLUMNS else (a, self._summed(b))  # type: ignore[assignment]
+            a, b = (self._summed(a), b) if self._kind == _COLUMNS else (a, self._summed(b))
         low = self.lora_scale * functional.linear(x, a)
         if self._exchanges() and self._kind == _COLUMNS:
             spread = (
@@ -251,7 +252,7 @@ class _Adapted(torch.nn.Module):
     ) -> dict[str, Any]:
         """The layer's, and the adapter's in the same way."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         axes = {_COLUMNS: {"lora_b": 0}, _ROWS: {"lora_a": 1}, _NOT: {}}[self._kind]
         found |= make_sharded_tensors_for_checkpoint(
             {name: getattr(self, name) for name in _NAMES},
