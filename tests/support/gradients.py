@@ -26,7 +26,8 @@ from megatron_hdp.data.mixture import BatchSize, Position, TextSource
 from megatron_hdp.data.tables import count_documents
 from megatron_hdp.data.tokenizers import build_tokenizer
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.model import building, is_adapter
+from megatron_hdp.megatron.adapters import is_adapter
+from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.model.initialisation import (
     global_parameters,
     initialise_by_name,

@@ -70,7 +70,8 @@ class Checkpoints:
         folder = self._folder
         if folder is not None:
             on_first_rank(folder.take)
-        source, weights_only = self._source()
+        has_base = self._load_base()
+        source, weights_only = self._source(has_base)
         if folder is not None:
             continued = None if weights_only else source
             if line := on_first_rank(partial(folder.begin_at, continued)):
@@ -180,18 +181,46 @@ class Checkpoints:
                 "last checkpoint with a lower --lr"
             )
 
-    def _source(self) -> tuple[Path | None, bool]:
+    def _load_base(self) -> bool:
+        """Loads what adapters are trained beside; whether this run has some.
+
+        Raises:
+            ValueError: there is no such checkpoint.
+        """
+        arguments = self._arguments
+        if arguments.lora_rank is None:
+            return False
+        path = arguments.pretrained_checkpoint
+        if path is None and not (arguments.save or arguments.load):
+            return True  # beside weights that were drawn, to try it
+        source = None if path is None else on_first_rank(partial(self._find, path))
+        if source is None:
+            raise ValueError(
+                f"--lora-rank: found {'no --pretrained-checkpoint' if path is None else path}"
+                f"{'' if path is None else ' without a checkpoint'}, expected the weights that "
+                "adapters are trained beside: checkpoints hold adapters alone"
+            )
+        if arguments.finetune:
+            raise ValueError(
+                "--finetune: found it beside --lora-rank, expected one of them: adapters begin at "
+                "zero, or --load resumes them; leave it out"
+            )
+        self._load_from(source, True)
+        return True
+
+    def _source(self, has_base: bool) -> tuple[Path | None, bool]:
         """The checkpoint to load, and whether to take its weights alone."""
         arguments = self._arguments
         for path, weights_only in (
             (arguments.load, arguments.finetune),
             (arguments.pretrained_checkpoint, True),
         ):
-            if path is None:
+            if path is None or (weights_only and has_base):
                 continue
             found = on_first_rank(partial(self._find, path))
             if found is not None:
-                return found, weights_only or found.name == RELEASE
+                is_whole = weights_only or found.name == RELEASE
+                return found, is_whole and not has_base  # which `resume` refuses
             self._say(f"no checkpoint in {path} yet")
         return None, False
 

@@ -21,9 +21,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_hdp.data import Continuation, DataOrder
 from megatron_hdp.data.mixture import Position, position_of_run
+from megatron_hdp.megatron.adapters import adapter_record, require_same_adapters
 from megatron_hdp.megatron.checkpoint import reading, rng_state
 from megatron_hdp.megatron.checkpoint.released import ARGUMENTS, record_of
 from megatron_hdp.megatron.checkpoint.weights import (
+    ADAPTERS,
+    OURS,
     layout_metadata,
     put_weights,
     sharded_weights,
@@ -32,7 +35,6 @@ from megatron_hdp.megatron.optimizer import laid_out, settings, torch_adam
 from megatron_hdp.megatron.options import TrainingArguments, other_positions, position_record
 
 _VERSION = 1
-_OURS = "megatron_hdp"  # the entry of a checkpoint that is not Megatron's
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class TrainingState:
         """All of it, as Megatron saves it."""
         content = self._sharded_state(is_loading=False)
         content["scheduler"] = self.scheduler.state_dict()
-        content[_OURS] = {
+        content[OURS] = {
             "version": _VERSION,
             "progress": {
                 "iteration": progress.iteration,
@@ -87,6 +89,7 @@ class TrainingState:
             "optimizer": self._optimizer_kind(),
             "positions": position_record(self._arguments),
             ARGUMENTS: record_of(self._arguments),
+            ADAPTERS: adapter_record(self._arguments),
         }
         if not self.order.hybrid_data_parallel:
             content["rng_state"] = rng_state.sharded()
@@ -98,7 +101,8 @@ class TrainingState:
         Raises:
             ValueError: the checkpoint is damaged, or of another model.
         """
-        saved = reading.read_common(source).get(_OURS, {})
+        saved = reading.read_common(source).get(OURS, {})
+        require_same_adapters(None, saved.get(ADAPTERS), source)
         put_weights(self.chunks, reading.read(sharded_weights(self.chunks), source))
         self.announcements = other_positions(self._arguments, saved.get("positions", {}))
         self.optimizer.reload_model_params()
@@ -111,11 +115,13 @@ class TrainingState:
         """
         arguments = self._arguments
         common = reading.read_common(source)
+        adapters = adapter_record(arguments)
+        require_same_adapters(adapters, common.get(OURS, {}).get(ADAPTERS), source)
         ours = _require_ours(common, source)
         goes_on = self.order.continuing(DataOrder.from_record(ours["order"]), str(source))
         self._require_same_schedule(common["scheduler"], source)
         progress = _progress_of(ours, goes_on)
-        content = sharded_weights(self.chunks)
+        content = self._weights()
         with ExitStack() as stack:
             if arguments.load_optim:
                 self._require_same_optimizer(ours["optimizer"], source)
@@ -124,7 +130,7 @@ class TrainingState:
             if arguments.load_rng and not self.order.hybrid_data_parallel:
                 content["rng_state"] = rng_state.sharded()
             content = reading.read(content, source)
-            put_weights(self.chunks, content)
+            put_weights(self.chunks, content, of_adapters=adapters is not None)
             if arguments.load_optim:
                 state = laid_out(content["optimizer"], common["optimizer"], self.optimizer)
                 self._use_own_settings(state)
@@ -189,8 +195,12 @@ class TrainingState:
                 "or add --no-load-optim to resume with fresh optimizer state"
             )
 
+    def _weights(self) -> dict[str, Any]:
+        """What a checkpoint holds of the model: adapters alone, where there are some."""
+        return sharded_weights(self.chunks, of_adapters=self._arguments.lora_rank is not None)
+
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        weights = sharded_weights(self.chunks)
+        weights = self._weights()
         optimizer = self.optimizer.sharded_state_dict(
             weights, is_loading=is_loading, metadata=layout_metadata()
         )
@@ -208,7 +218,7 @@ def _progress_of(ours: dict[str, Any], goes_on: Continuation) -> Progress:
 
 
 def _require_ours(common: dict[str, Any], source: Path) -> dict[str, Any]:
-    ours: dict[str, Any] = common.get(_OURS, {})
+    ours: dict[str, Any] = common.get(OURS, {})
     if ours.get("version") != _VERSION:
         raise ValueError(
             f"{source} contains no data position of version {_VERSION} (found "

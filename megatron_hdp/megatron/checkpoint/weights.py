@@ -9,9 +9,15 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_hdp.megatron.adapters import is_adapter, require_same_adapters
 from megatron_hdp.megatron.checkpoint import reading
 from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
 from megatron_hdp.megatron.checkpoint.together import on_first_rank, require_shared
+
+OURS = "megatron_hdp"
+"""The entry of a checkpoint that is not Megatron's."""
+ADAPTERS = "adapters"
+"""Where that says which adapters it holds; None or nothing: a whole model's weights."""
 
 
 def layout_metadata() -> dict[str, Any]:
@@ -24,19 +30,37 @@ def layout_metadata() -> dict[str, Any]:
     }
 
 
-def sharded_weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Those of each part, by a name that only this rank uses: in the files layers count on."""
+def sharded_weights(
+    chunks: Sequence[DistributedDataParallel], *, of_adapters: bool = False
+) -> dict[str, Any]:
+    """Those of each part, by a name that only this rank uses: in the files layers count on.
+
+    Of a model with adapters either these or all the others.
+    """
     weights = {}
     for key, chunk in _by_key(chunks):
-        weights[key] = dict(chunk.module.sharded_state_dict(metadata=layout_metadata()))
+        found = chunk.module.sharded_state_dict(metadata=layout_metadata())
+        weights[key] = {name: one for name, one in found.items() if is_adapter(name) == of_adapters}
     return weights
 
 
-def put_weights(chunks: Sequence[DistributedDataParallel], content: dict[str, Any]) -> None:
-    """Gives a rank's parts of the model what was read for `sharded_weights`."""
+def put_weights(
+    chunks: Sequence[DistributedDataParallel],
+    content: dict[str, Any],
+    *,
+    of_adapters: bool = False,
+) -> None:
+    """Gives a rank's parts of the model what was read for `sharded_weights`.
+
+    Raises:
+        RuntimeError: a weight is missing or not known.
+    """
     for key, chunk in _by_key(chunks):
         # of a part without parameters nothing was read; in any other they would be missing
-        chunk.module.load_state_dict(content.get(key, {}))
+        found = chunk.module.load_state_dict(content.get(key, {}), strict=False)
+        missing = [name for name in found.missing_keys if is_adapter(name) == of_adapters]
+        if missing or found.unexpected_keys:
+            raise RuntimeError(f"missing {missing}, unexpected {found.unexpected_keys}")
 
 
 def load_weights(
@@ -61,8 +85,18 @@ def load_weights(
         )
     require_shared(source, "the session")
     reading.require_sound(source, contents=checksums, say=say)
-    put_weights(chunks, reading.read(sharded_weights(chunks), source))
+    saved = reading.read_common(source).get(OURS, {}).get(ADAPTERS)
+    of_adapters = saved is not None
+    if of_adapters and not has_adapters(chunks):
+        require_same_adapters(None, saved, source)
+    content = reading.read(sharded_weights(chunks, of_adapters=of_adapters), source)
+    put_weights(chunks, content, of_adapters=of_adapters)
     say(f"loaded the weights of {source}")
+
+
+def has_adapters(chunks: Sequence[DistributedDataParallel]) -> bool:
+    """Whether this rank's parts of a model have some."""
+    return any(is_adapter(name) for chunk in chunks for name, _ in chunk.named_parameters())
 
 
 def _by_key(

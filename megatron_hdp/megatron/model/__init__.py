@@ -24,7 +24,7 @@ from megatron_hdp.megatron.model.fused_loss import (
 )
 from megatron_hdp.megatron.model.hybrid import attends, hybrid_class, require_known_blocks
 from megatron_hdp.megatron.model.last_stage import LastStage
-from megatron_hdp.megatron.model.lora import add_adapters, is_adapter
+from megatron_hdp.megatron.model.lora import add_adapters
 from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention
 from megatron_hdp.megatron.model.moe import (
     HdpMoeTransformerLayer,
@@ -74,7 +74,6 @@ __all__ = [
     "give_own_positions",
     "head_gives_values",
     "hybrid_class",
-    "is_adapter",
     "let_biases_be_added",
     "model_dtype",
     "require_known_blocks",

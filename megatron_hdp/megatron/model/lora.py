@@ -32,6 +32,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.adapters import NAMES
 from megatron_hdp.megatron.model.initialisation import global_parameters, own_part, whole_shape
 from megatron_hdp.megatron.model.moe import let_biases_be_added
 from megatron_hdp.megatron.model.mtp import further_layers
@@ -47,12 +48,6 @@ _SHARED = {  # how ranks share a layer's weight; TransformerEngine may not be in
     "TERowParallelLinear": _ROWS,
     "TELinear": _NOT,
 }
-_NAMES = ("lora_a", "lora_b")
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a name of a parameter, or a key of a checkpoint, is an adapter's."""
-    return name.rpartition(".")[-1] in _NAMES
 
 
 def add_adapters(
@@ -255,7 +250,7 @@ class _Adapted(torch.nn.Module):
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         axes = {_COLUMNS: {"lora_b": 0}, _ROWS: {"lora_a": 1}, _NOT: {}}[self._kind]
         found |= make_sharded_tensors_for_checkpoint(
-            {name: getattr(self, name) for name in _NAMES},
+            {name: getattr(self, name) for name in NAMES},
             prefix,
             axes,
             sharded_offsets,
