@@ -388,6 +388,7 @@ QUICK = {  # each model, layout and feature once; the other rows are slow
     *("parts/virtual", "parts/experts-across"),
     *("streams/pp2", "recomputed/pp2-parts", "double-rings/alone"),
     *("distributed-optimizer-pipeline", "frozen/full-recompute", "corrupt"),
+    "adapters/mqa-tp2-sp",
     *(SMOKE, "some-layers-v2", "both-tensor", "layer-scaling", "taken-over-window"),
     *("mtp-rings", "mtp-latent", "mla-latent-yarn", "mla-latent-tp2-sp"),
     "uneven-virtual-empty",

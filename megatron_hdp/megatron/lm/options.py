@@ -207,6 +207,8 @@ def check(args: argparse.Namespace) -> None:
     if options.hdp_survive:
         _check_survival(args)
     _check_kind(args)
+    if options.lora_rank is not None:
+        _check_adapters(args)
     _check_positions(args)
     _check_growth(args)
     _check_attention(getattr(args, "attention_backend", None))
@@ -260,6 +262,16 @@ def _check_kind(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--spec: found {args.spec} without --hybrid-layer-pattern, expected none: {_GPT}, or "
             "hybrids: leave it out"
+        )
+
+
+def _check_adapters(args: argparse.Namespace) -> None:
+    """Refuses a base without adapters: Megatron wants each weight of the model in a checkpoint."""
+    if getattr(args, "pretrained_checkpoint", None):
+        raise OptionError(
+            "--lora-rank: found --pretrained-checkpoint beside it, expected none, because in a "
+            "Megatron-LM checkout checkpoints hold the base and its adapters: use python -m "
+            "megatron_hdp.pretrain_gpt, which takes both flags"
         )
 
 

@@ -93,6 +93,7 @@ CASES = {
     "llama": Case(LLAMA, {"two": TWO}, 2e-6, ""),
     "yarn": Case(YARN, {"two": TWO}, 2e-6, ""),
     "frozen": Case(FROZEN, {"two": TWO, "stages": STAGES}, 2e-6),
+    "adapters": Case(f"{MODEL} --lora-rank 4 --lora-alpha 8", {"two": TWO, "stages": STAGES}, 2e-6),
     "none": Case(f"{MODEL} --position-embedding-type none", {"two": TWO}, 2e-6, ""),
 }
 RESUMED = {"two": TWO, "tensor": (2, [*ONE, *TENSOR, "--make-vocab-size-divisible-by", "192"])}
