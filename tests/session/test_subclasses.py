@@ -1,6 +1,10 @@
 """A session takes subclasses of Megatron's classes, unless they override what HDP replaces."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
@@ -8,6 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import give_megatrons_passes, known
 from megatron_hdp.session import HdpSession
 from tests.session.test_taken_over import class_names, everything
 from tests.support.gradients import EXPERTS
@@ -110,3 +115,52 @@ def test_what_hdp_replaces_is_refused_by_name(run_ranks):
     for name, (refused, left, same_names) in run_ranks(1, refusals)[0].items():
         assert name in refused and "expected" in refused and ": " in refused, refused
         assert not left and same_names, name
+
+
+class Written(GPTModel):
+    """As a framework's that writes Megatron's passes out for what else it trains."""
+
+    def forward(self, *args, **kwargs):
+        raise AssertionError("HDP runs Megatron's")
+
+    _preprocess = _postprocess = forward
+
+
+class Further(Written):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+(SETTINGS,) = known._KNOWN.values()  # mcore-bridge's
+KNOWN = "megatron_hdp.megatron.model.known._KNOWN", {f"{__name__}.Written": SETTINGS}
+
+
+def test_megatrons_passes_run_where_a_subclass_is_known_to_repeat_them(run_ranks):
+    arguments = arguments_of(hdp_tokens_per_rank=200)
+    how = ("weighted",), (0,), (f"{OWN_LOOP}.GPTModel", Written), KNOWN
+    found = run_ranks(2, errors_of, arguments, *how, by_megatron=True)[0]
+    assert len(found) == 1 and max(found.values()) <= 1e-10, found
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "scaling", "words"),
+    [
+        (Written, {"task_type": "embedding"}, None, "found task_type = embedding, expected causal"),
+        (Written, {"attention_scaling": 1.2}, None, "found attention_scaling = 1.2, expected 1"),
+        (Written, {}, {"rope_type": "dynamic"}, "found rotary scaling dynamic, expected one that"),
+        (Further, {}, None, "Further.forward, expected Written's own forward"),
+    ],
+)
+def test_a_known_subclass_is_refused_where_its_passes_differ(cls, settings, scaling, words):
+    model = cls.__new__(cls)
+    torch.nn.Module.__init__(model)
+    model.config, model.hf_rope_scaling = SimpleNamespace(**settings), scaling
+    with mock.patch(*KNOWN), pytest.raises(ValueError, match=words):
+        give_megatrons_passes(model)
+    assert type(model) is cls
+
+
+def test_other_subclasses_keep_their_passes():
+    model = OwnForward.__new__(OwnForward)
+    give_megatrons_passes(model)
+    assert type(model) is OwnForward

@@ -16,6 +16,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_hdp.megatron.model import (
+    PASSES,
     EndsInLoss,
     FusedLossHybrid,
     FusedLossModel,
@@ -26,6 +27,7 @@ from megatron_hdp.megatron.model import (
     attends,
     derived,
     further_layers,
+    give_megatrons_passes,
     give_own_positions,
     hybrid_class,
     let_biases_be_added,
@@ -36,8 +38,6 @@ from megatron_hdp.megatron.model import (
 
 # names, because TransformerEngine may not be installed
 _CORE_ATTENTIONS = ("DotProductAttention", "TEDotProductAttention")
-_OF_GPT = ("forward", "_preprocess")
-"""Methods that carry a micro-batch's ring and positions through the model."""
 
 
 def adapt(model: Any, *, fused_loss: bool) -> Any:
@@ -62,7 +62,8 @@ def adapt(model: Any, *, fused_loss: bool) -> Any:
         for stack in (one for one in model.modules() if hasattr(one, "layer_type_list")):
             require_known_blocks(stack)
     else:
-        require_own(model, GPTModel, _OF_GPT)
+        give_megatrons_passes(model)
+        require_own(model, GPTModel, PASSES[:2])
     names = {path: type(module).__name__ for path, module in model.named_modules()}
     for layer in (*model.decoder.layers, *further_layers(model)):
         if attends(layer):

@@ -23,6 +23,7 @@ from megatron_hdp.megatron.model.fused_loss import (
     head_gives_values,
 )
 from megatron_hdp.megatron.model.hybrid import attends, hybrid_class, require_known_blocks
+from megatron_hdp.megatron.model.known import PASSES, give_megatrons_passes
 from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.megatron.model.lora import add_adapters
 from megatron_hdp.megatron.model.mla import HdpMlaSelfAttention
@@ -46,6 +47,7 @@ from megatron_hdp.megatron.model.taking import derived, require_own
 
 __all__ = [
     "FIRST_MARK",
+    "PASSES",
     "EndsInLoss",
     "FurtherTokens",
     "FusedLossHybrid",
@@ -71,6 +73,7 @@ __all__ = [
     "further_layers",
     "fused_kernel_can_count",
     "fused_kernel_is_there",
+    "give_megatrons_passes",
     "give_own_positions",
     "head_gives_values",
     "hybrid_class",

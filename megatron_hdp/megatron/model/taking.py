@@ -53,11 +53,13 @@ def require_own(found: Any, base: type[Any], methods: Sequence[str]) -> None:
     Raises:
         ValueError: names the method.
     """
-    for cls in type(found).__mro__[: type(found).__mro__.index(base)]:
-        for method in methods:
-            if method in vars(cls):
-                raise ValueError(
-                    f"found {cls.__module__}.{cls.__qualname__}.{method}, expected "
-                    f"{base.__name__}'s own {method}, which HDP replaces or relies on: take it out "
-                    f"of {cls.__qualname__}, or build the model of {base.__name__}"
-                )
+    kind = type(found)
+    for method in methods:
+        if getattr(kind, method, None) is getattr(base, method, None):
+            continue
+        cls = next(one for one in kind.__mro__ if method in vars(one))
+        raise ValueError(
+            f"found {cls.__module__}.{cls.__qualname__}.{method}, expected {base.__name__}'s own "
+            f"{method}, which HDP replaces or relies on: take it out of {cls.__qualname__}, or "
+            f"build the model of {base.__name__}"
+        )
