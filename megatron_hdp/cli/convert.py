@@ -51,6 +51,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         *("--ckpt-step", "N", 1, 10**15),
         "with --from: step of the checkpoint to convert (default: the latest)",
     )
+    parser.add_argument(
+        "--adapters",
+        choices=("separate", "merged"),
+        help="with --from of a run with --lora-rank: write the adapters as PEFT's files, or added "
+        "to the weights of --base (default: separate)",
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="with --adapters merged: folder of the checkpoint that they were trained beside",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -69,8 +81,11 @@ def _run(arguments: argparse.Namespace) -> int:
         from megatron_hdp.convert.to_hugging_face import to_hugging_face
 
         source, target, step = arguments.source, arguments.to_hf, arguments.ckpt_step
-        to_hugging_face(source, target, say, like=arguments.like, step=step)
-        print(f"{arguments.to_hf}: transformers' from_pretrained takes it")
+        how = {"adapters": arguments.adapters, "base": arguments.base}
+        to_hugging_face(source, target, say, like=arguments.like, step=step, **how)
+        is_peft = (target / "adapter_config.json").is_file()
+        takes = "peft's PeftModel.from_pretrained" if is_peft else "transformers' from_pretrained"
+        print(f"{arguments.to_hf}: {takes} takes it")
     return ExitCode.DONE
 
 
@@ -83,6 +98,7 @@ def _check(arguments: argparse.Namespace) -> None:
             "--from with --to-hf"
         )
     others = {"--like": arguments.like, "--ckpt-step": arguments.ckpt_step}
+    others |= {"--adapters": arguments.adapters, "--base": arguments.base}
     if not from_hf:
         others = {"--config": arguments.config}
     given = [flag for flag, value in others.items() if value is not None]

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from megatron_hdp.convert.adapters import AdapterReader, MergedReader, record_of, to_peft
 from megatron_hdp.convert.families.flags import update
 from megatron_hdp.convert.families.registry import family_of, flags_of
 from megatron_hdp.convert.families.table import Family, Piece, by_file, pieces
@@ -40,18 +41,22 @@ class Trained:
     config: dict[str, Any]
     """As it will be written."""
     family: Family
-    reader: DistReader
+    reader: DistReader | MergedReader
     pieces: list[Piece]
 
     @classmethod
-    def find(cls, source: Path, like: Path | None, step: int | None) -> Trained:
+    def find(
+        cls, source: Path, like: Path | None, step: int | None, base: Path | None = None
+    ) -> Trained:
         """Looks at a checkpoint and at the files of the model that it began with.
+
+        One of adapters is read with `base`, the folder of the checkpoint that they stand beside.
 
         Raises:
             ValueError: something is missing, damaged or does not fit; says what.
         """
         place = _checkpoint(source, step)
-        like = like or source / MODEL_FILES
+        like = like or (base or source) / MODEL_FILES
         if not (like / CONFIG).is_file():
             raise ValueError(
                 f"{like / CONFIG}: found no such file, expected the model's configuration: give "
@@ -61,8 +66,7 @@ class Trained:
         family = family_of(before, str(like / CONFIG))
         flags = flags_of(family, before, str(like / CONFIG))
         config = update(before, flags, released.flags_of(place))
-        reader = DistReader(place, read_list(place))
-        _require_sound(place, reader.files.__contains__)
+        reader = _reader(place, base)
         stacked = not any(key.startswith("decoder.layers.0.") for key in reader.keys)
         plan = [_with_key(piece, reader) for piece in pieces(family, config, stacked=stacked)]
         _require_all(place, reader, plan)
@@ -73,7 +77,14 @@ class Trained:
     def identity(self) -> str:
         """What decides the content of the files."""
         at = (self.place / ".metadata").stat()
-        content = [_VERSION, str(self.place.resolve()), at.st_size, at.st_mtime_ns, self.config]
+        content = [
+            _VERSION,
+            type(self.reader).__name__,
+            str(self.place.resolve()),
+            at.st_size,
+            at.st_mtime_ns,
+            self.config,
+        ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def num_bytes(self, piece: Piece) -> int:
@@ -89,6 +100,8 @@ def to_hugging_face(
     *,
     like: Path | None = None,
     step: int | None = None,
+    adapters: Literal["separate", "merged"] | None = None,
+    base: Path | None = None,
 ) -> None:
     """Converts a checkpoint.
 
@@ -96,15 +109,34 @@ def to_hugging_face(
         source: folder of checkpoints, as ``--save`` takes it.
         target: folder of the model, made here.
         say: prints one line.
-        like: folder of the model that training began with; by default the one in `source`.
+        like: folder of the model that training began with; by default the one in `source`, or in
+            `base`.
         step: whose checkpoint; the latest if not given.
+        adapters: of a checkpoint that holds some: as PEFT's files, the default, or merged into the
+            weights of `base`.
+        base: folder of the checkpoint that adapters were trained beside.
 
     Raises:
         ValueError: what was found, expected, and the remedy; nothing half-written is at `target`.
         OSError: a file cannot be read or written.
     """
     require_new(target)
-    trained = Trained.find(source, like, step)
+    place = _checkpoint(source, step)
+    record = record_of(place)
+    if record is None and (adapters or base):
+        raise ValueError(
+            f"{place}: found a whole model, expected adapters beside --adapters and --base: leave "
+            "these out"
+        )
+    if record is not None and adapters != "merged":
+        _write_peft(place, record, target, say, like or (base or source) / MODEL_FILES)
+        return
+    if record is not None and base is None:
+        raise ValueError(
+            f"{place}: found adapters alone, expected --base DIR with the checkpoint that they "
+            "were trained beside (--pretrained-checkpoint of the run)"
+        )
+    trained = Trained.find(source, like, step, base)
     shards = by_file(trained.pieces, trained.num_bytes, SHARD_BYTES, whole=True)
     total = sum(map(trained.num_bytes, trained.pieces))
     with workplace(target, trained.identity(), say) as work:
@@ -121,6 +153,30 @@ def to_hugging_face(
         if len(shards) > 1:
             hf_folder.write_index(work.folder, shard_of, total)
         hf_folder.carry(trained.like, work.folder, trained.config)
+
+
+def _reader(place: Path, base: Path | None) -> DistReader | MergedReader:
+    found = DistReader(place, read_list(place))
+    _require_sound(place, found.files.__contains__)
+    if base is None:
+        return found
+    record, at = record_of(place), _checkpoint(base, None)
+    assert record is not None
+    of_base = DistReader(at, read_list(at))
+    _require_sound(at, of_base.files.__contains__)
+    return MergedReader(of_base, AdapterReader(place, record))
+
+
+def _write_peft(
+    place: Path, record: dict[str, Any], target: Path, say: Callable[[str], None], like: Path
+) -> None:
+    if not (like / CONFIG).is_file():
+        raise ValueError(
+            f"{like / CONFIG}: found no such file, expected the model's configuration: give --like "
+            "with the folder of the model that training began with"
+        )
+    config = without_quantisation(hf_folder.read_json(like / CONFIG))
+    to_peft(place, record, target, say, family_of(config, str(like / CONFIG)), config)
 
 
 def _checkpoint(source: Path, step: int | None) -> Path:
@@ -148,13 +204,13 @@ def _require_sound(place: Path, checked: Callable[[str], bool]) -> None:
         )
 
 
-def _with_key(piece: Piece, reader: DistReader) -> Piece:
+def _with_key(piece: Piece, reader: DistReader | MergedReader) -> Piece:
     """The piece under the key that the checkpoint has."""
     held = [key for key in (piece.key, *piece.also) if key in reader.keys]
     return replace(piece, key=held[0]) if held else piece
 
 
-def _require_all(place: Path, reader: DistReader, plan: Sequence[Piece]) -> None:
+def _require_all(place: Path, reader: DistReader | MergedReader, plan: Sequence[Piece]) -> None:
     missing = sorted({piece.key for piece in plan} - reader.keys)
     if missing:
         raise ValueError(
