@@ -357,6 +357,12 @@ FAULTS: dict[str, Fault] = {
         unchanged,
     ),
 }
+QUICK_FAULTS = {  # one of each part of a step; the others are slow
+    *("slice-dropped", "wrong-position", "wrong-block", "wrong-scale", "halo-too-short"),
+    *("parts-without-later-queries", "streams-count-twice", "mask-not-heeded"),
+    *("mtp-one-divisor", "mla-positions", "no-router-loss", "experts-doubled"),
+    *("grouped-expert-forgotten", "hidden-gradients-not-summed", "added-twice"),
+}
 FAILING: dict[str, Fault] = {  # a step that must end with an error
     "shapes-in-another-order": _planted(
         Case(2, virtual(2) | ALONE, plans=0),

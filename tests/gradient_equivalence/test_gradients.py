@@ -14,7 +14,7 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.planner import plan
 from tests.gradient_equivalence.case import ACROSS, Case, mixed, plans_of
 from tests.gradient_equivalence.cases import CASES, QUICK, SMOKE
-from tests.gradient_equivalence.faults import FAILING, FAULTS
+from tests.gradient_equivalence.faults import FAILING, FAULTS, QUICK_FAULTS
 from tests.gradient_equivalence.offloaded import OFFLOAD, QUICK_OFFLOAD
 from tests.support import gradients
 from tests.support.fused_wgrad import accumulating
@@ -58,14 +58,31 @@ def errors_with_fault(name, runs):
     return errors_of_row(FAULTS | FAILING, name, runs)
 
 
-@pytest.mark.parametrize("name", [*rows(CASES, QUICK)])
-def test_gradients(run_ranks, tmp_path, name):
-    case = CASES[name]
-    errors = run_ranks(case.ranks, errors_of_case, name, case.runs(tmp_path), timeout_s=570)[0]
+def briefly(case):
+    """The same row with one strategy and one plan at most."""
+    return replace(case, strategies=case.strategies[-1:], plans=min(case.plans, 1))
+
+
+def check_row(run_ranks, folder, name, case):
+    errors = run_ranks(case.ranks, errors_of_case, name, case.runs(folder), timeout_s=570)[0]
     assert max(errors) <= case.tolerance, errors
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*rows(CASES, QUICK)])
+def test_gradients(run_ranks, tmp_path, name):
+    case = CASES[name]
+    check_row(run_ranks, tmp_path, name, briefly(case) if name in QUICK else case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(QUICK) if briefly(CASES[name]) != CASES[name]]
+)
+def test_gradients_of_more_plans(run_ranks, tmp_path, name):
+    check_row(run_ranks, tmp_path, name, CASES[name])
+
+
+@pytest.mark.parametrize("name", [*rows(FAULTS, QUICK_FAULTS)])
 def test_a_planted_fault_is_seen(run_ranks, tmp_path, name):
     fault = FAULTS[name]
     runs = fault.case.runs(tmp_path)
@@ -129,7 +146,11 @@ def batches(draw):
     )
 
 
-def check_batch(run_ranks, case):
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=200)
+@given(case=batches())
+def test_gradients_of_random_batches(run_ranks, case):
     with tempfile.TemporaryDirectory() as folder:
         case = replace(case, plans=0)
         runs = case.runs(folder)
@@ -139,23 +160,9 @@ def check_batch(run_ranks, case):
     assert max(errors) <= TOLERANCE, errors
 
 
-@settings(max_examples=2, derandomize=True)
-@given(case=batches())
-def test_gradients_of_a_few_batches(run_ranks, case):
-    check_batch(run_ranks, case)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(max_examples=200)
-@given(case=batches())
-def test_gradients_of_many_batches(run_ranks, case):
-    check_batch(run_ranks, case)
-
-
 def test_gradients_of_plans_for_experts(run_ranks, tmp_path):
     """Two EP groups of two ranks: rings inside one and over both, whole ones beside, padding."""
-    case = Case(4, EXPERTS | ACROSS | {"hdp_tokens_per_rank": 64}, ("auto", "ep-balance"), 0)
+    case = Case(4, EXPERTS | ACROSS | {"hdp_tokens_per_rank": 64}, ("auto",), 0)
     runs = case.runs(tmp_path)
     arguments = runs[0][0]
     lengths = plans_of(arguments, replace(case, plans=1))[0].lengths
