@@ -151,7 +151,7 @@ def hdp_steps_of(arguments, plans, faults=()):
     parallel.set_seeds(arguments.seed)
     chunks = building.build_chunks(arguments, VOCABULARY)
     begin_with_biases(chunk.module for chunk in chunks)
-    begin_with_adapters(chunk.module for chunk in chunks)
+    begin_with_adapters(getattr(chunk.module, "module", chunk.module) for chunk in chunks)
     executor = setup.build_executor(arguments, chunks, Timeline())
     cost_model = setup.cost_model_of(arguments, executor)
     corpus = open_split(arguments, split_specs(arguments)["train"])
