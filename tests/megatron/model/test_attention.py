@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.model import building, mla
+from megatron_hdp.megatron.model import building, lora, mla
 from megatron_hdp.megatron.model.attention import HdpCoreAttention, HdpPackedSeqParams
 from tests.support import te_wheel
 from tests.support.gradients import tiny_arguments, write_corpus
@@ -206,18 +206,18 @@ def test_a_norm_inside_the_projection_is_applied_to_the_latent(is_centred):
     projection, config = fused_projection("RMSNorm", is_centred)
     gain = projection.layer_norm_weight + is_centred
     right = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * gain
-    torch.testing.assert_close(mla._normed(x, projection, config), right)
+    torch.testing.assert_close(lora.normed(x, projection, config), right)
 
     projection, config = fused_projection("LayerNorm", is_centred)
     gain = projection.layer_norm_weight + is_centred
     spread = (x.var(-1, correction=0, keepdim=True) + 1e-3).sqrt()
     right = (x - x.mean(-1, keepdim=True)) / spread * gain + projection.layer_norm_bias
-    torch.testing.assert_close(mla._normed(x, projection, config), right)
+    torch.testing.assert_close(lora.normed(x, projection, config), right)
 
 
 def test_a_latent_that_is_normed_already_stays():
     x = torch.randn(5, 6)
-    assert mla._normed(x, torch.nn.Linear(6, 2), None) is x
+    assert lora.normed(x, torch.nn.Linear(6, 2), None) is x
 
 
 def test_ddp_is_told_to_add_a_gradient_that_another_layer_may_have_added():
