@@ -1,5 +1,6 @@
 """HDP under a loop of one's own: batches as arrays, weights by token, log-probabilities, losses."""
 
+from megatron_hdp.megatron.model import add_adapters
 from megatron_hdp.session.batch import MediaItem, TokenBatch
 from megatron_hdp.session.losses import FromHidden, FromLogProbs, FromValues, weights_of
 from megatron_hdp.session.media import MediaEncoder
@@ -15,5 +16,6 @@ __all__ = [
     "MediaItem",
     "SessionReport",
     "TokenBatch",
+    "add_adapters",
     "weights_of",
 ]
