@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 from tests.support import ranks
+from tests.support.examples import BRIEF
 
 # otherwise every worker and every command of a test compiles all modules again
 sys.dont_write_bytecode = False
@@ -124,12 +125,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Without slow tests and a GPU's, Megatron's fused functions are compiled by none but
     tests/megatron/step/test_compilation.py: preparing for it takes a quarter of Megatron's import.
+    And properties' tests draw fewer examples.
     """
     config.pluginmanager.register(SkippedLine(config), "skipped-line")
     chosen = config.option.markexpr
     others = ("slow", "gpu")  # on a GPU they are compiled as in a run
     if "not slow" in chosen and not any(one in chosen.replace("not slow", "") for one in others):
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        os.environ["TORCHDYNAMO_DISABLE"] = os.environ[BRIEF] = "1"
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:

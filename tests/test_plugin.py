@@ -96,23 +96,21 @@ def test_another_megatron_lm_is_refused_whole(tmp_path):
 
 OTHER_VERSION = """
 import megatron.core.package_info as info
-info.__version__ = "{}"
 from megatron_hdp.plugin import PluginError, activate
-try:
-    activate()
-except PluginError as error:
-    print(error)
+for version in ("0.99.0", "{}.99"):
+    info.__version__ = version
+    try:
+        activate()
+    except PluginError as error:
+        print(error)
 """
 
 
 def test_a_version_that_was_not_tested_is_a_note(tmp_path):
     release = release_of(installed_version())
-    done = run_python(
-        "-c", OTHER_VERSION.format(f"{release}.99"), path=[fake_megatron_lm.write(tmp_path)]
-    )
+    done = run_python("-c", OTHER_VERSION.format(release), path=[fake_megatron_lm.write(tmp_path)])
     note = f"megatron_hdp: megatron-core {release}.99 was not tested, only {release}"
-    assert done.stdout.startswith(note), done.stderr
-    done = run_python("-c", OTHER_VERSION.format("0.99.0"), path=[tmp_path])
+    assert note in done.stdout, done.stderr
     assert "found megatron-core 0.99.0, expected a version of 0.16" in done.stdout, done.stderr
 
 

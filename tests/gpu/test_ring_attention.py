@@ -158,8 +158,18 @@ def try_nccl():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("transport", ["native", "staged"])
-@pytest.mark.parametrize(("device", "name"), BACKENDS)
+@pytest.mark.parametrize(
+    ("transport", "device", "name"),
+    [
+        pytest.param("native", "cpu", "torch", id="cpu-native", marks=pytest.mark.slow),
+        pytest.param("staged", "cpu", "torch", id="cpu-staged"),
+        *(
+            pytest.param(transport, *one.values, id=f"{one.id}-{transport}", marks=on_gpu)
+            for transport in ("native", "staged")
+            for one in BACKENDS[1:]
+        ),
+    ],
+)
 def test_rings(request, transport, device, name):
     """Over gloo or NCCL, and over host memory."""
     require(device, name)
@@ -192,7 +202,11 @@ def errors_in_windows(*call):
 
 
 @pytest.mark.parametrize(
-    ("device", "name"), [one for one in BACKENDS if one.values[1] != "transformer-engine"]
+    ("device", "name"),
+    [
+        pytest.param("cpu", "torch", id="cpu", marks=pytest.mark.slow),  # tests/runtime/ring too
+        *(one for one in BACKENDS[1:] if one.values[1] != "transformer-engine"),
+    ],
 )
 def test_windows_and_sinks(device, name):
     """In rings over host memory, and alone."""

@@ -66,7 +66,8 @@ DEPRECATED = [
 ]
 
 
-@pytest.mark.parametrize("quiet", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quiet", [True, False])
 def test_those_of_a_checkpoint_that_is_loaded(tmp_path, quiet):
     done = run_python("-c", _LOAD.format(quiet=quiet, folder=str(tmp_path)), PYTHONWARNINGS="")
     assert done.stdout == "loaded\n", done.stderr

@@ -11,12 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import LLAMA_7B, CostModel, Figures, Plan, plan, tight_bound_s
+from tests.support.examples import some
 from tests.support.random_plans import random_plan
 
 
 def repeatable(examples: int) -> settings:
     """Settings of a property's test: the same examples in every run, however long each takes."""
-    return settings(max_examples=examples, derandomize=True)
+    return settings(max_examples=some(examples), derandomize=True)
 
 
 EXECUTED_STRATEGIES = ("static", "naive", "bytescale", "dp-balance")

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import (
@@ -33,7 +33,7 @@ def test_no_strategy_beats_the_proven_bound(strategy: str, problem: Problem) -> 
     assert problem.proven_s <= result.makespan_s * (1 + 1e-9)
 
 
-@settings(quickly, max_examples=200)
+@repeatable(200)
 @given(problem=problems(), seed=st.integers(0, 5))
 def test_no_random_plan_beats_the_proven_bound(problem: Problem, seed: int) -> None:
     made = problem.random_plan(seed)

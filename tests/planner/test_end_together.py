@@ -14,6 +14,7 @@ from megatron_hdp.planner import CostModel, plan
 from megatron_hdp.planner.lockstep import PADDING, begin_together, end_together, slots
 from tests.planner.launch_model import Step, hangs
 from tests.planner.problems import rings_of
+from tests.support.examples import some
 from tests.support.random_plans import random_plan
 
 LAYERS = 2
@@ -72,7 +73,7 @@ def test_reductions_of_two_communicators_begin_in_one_order_everywhere():
     assert not hangs(step, overlaps, always, "by layer")
 
 
-@settings(max_examples=150)
+@settings(max_examples=some(150))
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=14),
     ranks=st.sampled_from([2, 3, 4, 6]),

@@ -9,6 +9,7 @@ from megatron_hdp.planner import Problem, make_plan, plan
 from megatron_hdp.planner.lockstep import PADDING, planned_for, slots
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.strategies import BY_NAME
+from tests.support.examples import some
 from tests.support.random_plans import random_plan
 
 
@@ -27,7 +28,7 @@ def check(made, lists, *, aligned, lockstep_ranks):
     assert (counts == counts[:, :1]).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=some(60))
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     ranks=st.sampled_from([1, 2, 3, 4, 6]),

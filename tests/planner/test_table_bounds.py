@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hdp.planner import CostModel, Plan, evaluate, lower_bound_s, plan, tight_bound_s
@@ -95,7 +95,7 @@ def test_no_strategy_beats_the_bounds(strategy: str, problem: TableProblem) -> N
     assert problem.proven_s <= made.summary["makespan_s"] * (1 + 1e-9)
 
 
-@settings(quickly, max_examples=150)
+@repeatable(150)
 @given(problem=table_problems(), seed=st.integers(0, 9))
 def test_no_random_plan_beats_the_bounds(problem: TableProblem, seed: int) -> None:
     result = evaluate(problem.random_plan(seed), problem.model)

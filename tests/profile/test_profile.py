@@ -61,6 +61,7 @@ def planned(path, capsys):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_one_process(tmp_path, capsys):
     """A real run; a busy machine may give times that are too noisy, which it must name."""
     output, picture = tmp_path / "cost-model.json", tmp_path / "profile.png"
@@ -178,6 +179,7 @@ def test_ranks_find_the_same_and_a_degree_between(run_ranks):
     assert any(note.startswith("one node: ") for note in first.notes)
 
 
+@pytest.mark.slow
 def test_virtual_stages_are_profiled_in_one_part(run_ranks):
     """What a rank counts and measures is that of all its parts of the model."""
     flags = f"{SMALL} 4 --pipeline-model-parallel-size 2"

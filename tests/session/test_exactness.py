@@ -28,7 +28,11 @@ def check(errors):
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_loss_under_rings(run_ranks, ranks):
-    check(run_ranks(ranks, errors_of, arguments_of(), KINDS, (None, 0, 1))[0])
+    check(
+        run_ranks(
+            ranks, errors_of, arguments_of(), KINDS, (None, 1) if ranks == 3 else (None, 0, 1)
+        )[0]
+    )
 
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
@@ -57,7 +61,8 @@ QUICK = {"tp2-overlap"}  # a pipeline below, experts in the slow ones
 )
 def test_every_loss_in_layouts(run_ranks, layout):
     ranks, overrides = LAYOUTS[layout]
-    check(run_ranks(ranks, errors_of, arguments_of(**overrides), KINDS)[0])
+    seeds = (0,) if layout in QUICK else (None, 0)
+    check(run_ranks(ranks, errors_of, arguments_of(**overrides), KINDS, seeds)[0])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,8 @@ def test_every_loss_in_layouts(run_ranks, layout):
 def test_a_model_that_megatron_has_built(run_ranks, layout):
     ranks, overrides = LAYOUTS[layout]
     arguments = arguments_of(**overrides)
-    check(run_ranks(ranks, errors_of, arguments, KINDS, by_megatron=True)[0])
+    seeds = (0,) if layout == "pp2-v2" else (None, 0)
+    check(run_ranks(ranks, errors_of, arguments, KINDS, seeds, by_megatron=True)[0])
 
 
 def weights_of_the_token_before(self, micro_batch):
@@ -164,7 +170,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", list(FAULTS))
+QUICK_FAULTS = {"divisor of a rank", "order of the data mixed", "head of one rank"}
+QUICK_FAULTS |= {"vocabulary not exchanged"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK_FAULTS)) for one in FAULTS],
+)
 def test_a_planted_fault_fails_the_check(run_ranks, name):
     kind, fault, overrides = FAULTS[name]
     errors = run_ranks(2, errors_of, arguments_of(**overrides), (kind,), (0,), fault)[0]

@@ -35,7 +35,11 @@ STOCK = {  # there the state of the random generators is what has to be restored
 }
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(2, {}), (1, STOCK)], ids=["hdp", "stock"])
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, {}), pytest.param(1, STOCK, marks=pytest.mark.slow)],
+    ids=["hdp", "stock"],
+)
 def test_dropout_resumes(run_ranks, tmp_path, ranks, settings):
     whole = run(write_corpus(tmp_path, LENGTHS), hidden_dropout=0.3, **settings)
     folder = tmp_path / "checkpoints"

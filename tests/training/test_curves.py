@@ -1,6 +1,6 @@
 """Steps of training: one loss curve, whatever the ranks, the strategy and the capacity.
 
-Slow cases train twelve, those of the default suite the first half of them.
+Slow cases train twelve, those of the default suite the first third of them.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from megatron_hdp.data import TokenWriter
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import EXPERTS, VOCABULARY, tiny_arguments
 
-STEPS, FIRST_STEPS = 12, 6
+STEPS, FIRST_STEPS = 12, 4
 LONGEST = 60
 STRATEGIES = ("static", "naive", "dp-balance")
 TEXT = Path(__file__).read_bytes()
@@ -187,7 +187,7 @@ def test_strategies_in_layouts_share_the_curve(run_ranks, prefix, float64_curve,
 
 @pytest.mark.parametrize("layout", ["pp2", pytest.param("tp2-sp", marks=pytest.mark.slow)])
 def test_clipping_is_the_same_in_layouts(run_ranks, prefix, layout):
-    clipped = {"clip_grad": 0.5, "train_iters": 6}
+    clipped = {"clip_grad": 0.5, "train_iters": 3}
     alone = arguments(prefix, hdp_tokens_per_rank=200, **clipped)
     (expected,) = run_ranks(1, losses, [alone])[0]
     (found,) = run_ranks(4, losses, runs_in(layout, 4, prefix, **clipped), timeout_s=570)[0]
@@ -227,7 +227,7 @@ def test_experts_across_ranks_share_the_curve(
 
 
 def test_clipping_counts_every_expert_once(run_ranks, prefix):
-    clipped = {"clip_grad": 0.5, "train_iters": 6, "hdp_tokens_per_rank": 60, **EXPERTS}
+    clipped = {"clip_grad": 0.5, "train_iters": 3, "hdp_tokens_per_rank": 60, **EXPERTS}
     (expected,) = run_ranks(1, losses, [arguments(prefix, **clipped)])[0]
     across = arguments(prefix, expert_model_parallel_size=2, **clipped)
     (found,) = run_ranks(2, losses, [across], timeout_s=570)[0]

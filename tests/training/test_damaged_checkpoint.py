@@ -183,6 +183,7 @@ def test_weights_that_are_not_finite_are_not_saved(run_ranks, saved, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", TRACKER]
 
 
+@pytest.mark.slow
 def test_a_second_job_is_refused_before_it_trains(run_ranks, copy):
     arguments, folder = copy
     owner = Ownership(folder)

@@ -49,6 +49,7 @@ def test_figures_by_source(run_ranks, folder):
     assert {one["sources"]["web"]["epoch"] for one in records} == {0, 1}
 
 
+@pytest.mark.slow
 def test_losses_by_source_do_not_depend_on_the_layout(run_ranks, folder):
     settings = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     few = mixed_run(folder, train_iters=2)
@@ -61,6 +62,7 @@ def test_losses_by_source_do_not_depend_on_the_layout(run_ranks, folder):
             assert (found.loss or 0) == pytest.approx(expected.loss or 0, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_exactly_on_other_ranks(run_ranks, folder):
     whole = mixed_run(folder, save=folder / "saved", save_interval=3)
     (expected, _), *_ = run_ranks(2, trained, whole)
@@ -247,6 +249,7 @@ def test_code_is_refused_by_a_flag(folder):
         split_specs(with_primitives(folder, MIX, hdp_primitives=False))
 
 
+@pytest.mark.slow
 def test_the_others_change_the_plan_and_not_what_is_learnt(run_ranks, folder):
     named = (
         "cost: others.py:cost, balance: others.py:balance, distribute: others.py:distribute, "

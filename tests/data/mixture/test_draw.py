@@ -14,6 +14,7 @@ from megatron_hdp.data.mixture.draw import BatchSize
 from megatron_hdp.data.mixture.position import Drawn, Position, position_of_run
 from megatron_hdp.data.mixture.schedule import Phase
 from megatron_hdp.data.order import Continuation, DataOrder
+from tests.support.examples import some
 from tests.support.mixtures import mixture
 
 
@@ -44,7 +45,7 @@ lengths_of_sources = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=some(60))
 @given(data=st.data(), lengths=lengths_of_sources)
 def test_every_source_keeps_its_share(data, lengths):
     num = len(lengths)
@@ -136,7 +137,7 @@ def test_one_source_is_its_permutations_in_a_row():
 table_of_three = {"a": [3, 50, 8, 20], "b": [100, 7, 7, 7, 9], "c": [31] * 6}
 
 
-@settings(max_examples=60)
+@settings(max_examples=some(60))
 @given(
     first=st.integers(1, 9),
     change=st.sampled_from(["nothing", "weights", "less", "more", "other order"]),

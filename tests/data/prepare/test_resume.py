@@ -148,7 +148,7 @@ def test_what_a_killed_run_left_half_is_removed(corpus, tmp_path):
     assert len(names(folder)) == 5
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_full_disk(tmp_path, workers):
     corpus = write_lines(tmp_path / "source" / "x.jsonl", [text * 1000 for text in texts_of(10)])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

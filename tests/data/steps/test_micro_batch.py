@@ -12,10 +12,11 @@ from megatron_hdp.data.steps import Reader, StepShares, padding_micro_batch, rea
 from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.planner import MicroBatch, Plan, chunk_tokens, plan
 from megatron_hdp.planner.lockstep import PADDING
+from tests.support.examples import some
 from tests.support.random_plans import in_streams, random_plan
 
 # A busy machine is no failure.
-examples = settings(max_examples=60)
+examples = settings(max_examples=some(60))
 
 
 class CountingFile:

@@ -15,6 +15,7 @@ from megatron_hdp.data.tokenizers.remembered_words import (
     compiled_for_ascii,
     heeds_surroundings,
 )
+from tests.support.examples import some
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install 'megatron-hdp[tokenizers]'")
 
@@ -77,7 +78,7 @@ def backend(request):
     return trained(*request.param), compiled_for_ascii(request.param[0] or KNOWN_PATTERNS[0])
 
 
-@settings(max_examples=100)
+@settings(max_examples=some(100))
 @given(text=TEXTS)
 def test_ids_are_those_of_the_library(backend, text):
     tokenizer, pattern = backend

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import Reader, StepPlanner, pieces_of
 from megatron_hdp.data_plane.roles import ConstructingService
+from tests.support.examples import some
 from tests.support.node import until
 from tests.support.thread_plane import Loaders, Planner, local_steps, plan_settings, require_same
 
 V = 10**6
 WAIT_S = 60.0
-examples = settings(max_examples=25)
+examples = settings(max_examples=some(25))
 readers = st.builds(
     Reader,
     hdp_rank=st.integers(0, 4),

@@ -100,7 +100,7 @@ def contents_after_kills(tmp_path, writer, earlier, last):
     "earlier",
     [
         [(1, "old")],
-        [(1, "first"), (2, "old")],
+        pytest.param([(1, "first"), (2, "old")], marks=pytest.mark.slow),
         pytest.param([(2, "other"), (1, "old")], marks=pytest.mark.slow),
     ],
     ids=["new-step", "same-step-again", "step-of-an-abandoned-future"],
@@ -112,6 +112,7 @@ def test_a_kill_leaves_the_old_or_the_new_checkpoint(tmp_path, earlier):
     assert found[0] == {"old"} and found[-1] == {"new"}
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_first_save_leaves_nothing_or_the_checkpoint(tmp_path):
     found = []
     for line in range(10_000):

@@ -38,7 +38,11 @@ def held(arguments):
     return saved, peaks
 
 
-@pytest.mark.parametrize("kind", [{}, recomputing("core_attn")], ids=["plain", "selective"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param({}, marks=pytest.mark.slow), recomputing("core_attn")],
+    ids=["plain", "selective"],
+)
 def test_it_frees_all_but_the_inputs_and_a_layer(run_ranks, tmp_path, kind):
     shape = {"num_layers": 8, "hidden_size": 64, "ffn_hidden_size": 160, "kv_channels": 16}
     shape |= dict.fromkeys(("seq_length", "max_position_embeddings"), TOKENS)

@@ -121,7 +121,10 @@ def counted_here_alone(tokens_per_expert, expert_bias, rate, **groups):
 @pytest.mark.parametrize(
     "fault",
     [
-        ("megatron_hdp.megatron.model.router.HdpRouter._seen_here", seen_with_padding),
+        pytest.param(
+            ("megatron_hdp.megatron.model.router.HdpRouter._seen_here", seen_with_padding),
+            marks=pytest.mark.slow,
+        ),
         (
             "megatron.core.distributed.finalize_model_grads.get_updated_expert_bias",
             counted_here_alone,

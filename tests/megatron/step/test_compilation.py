@@ -93,6 +93,7 @@ def token_counts():
     return [generator.randint(2, 400) for _ in range(98)] + [400, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bias",
     [pytest.param(None, marks=pytest.mark.slow), torch.zeros(2 * WIDE, requires_grad=True)],

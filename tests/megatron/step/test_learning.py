@@ -128,6 +128,13 @@ def test_a_run_goes_on_exactly(run_ranks, prefix, tmp_path):
     assert log.count(words) == 1
     assert [one.slow_ranks for one in found] == [0] * 4
     assert [one.loss for one in found] == pytest.approx([one.loss for one in expected[4:]], 1e-9)
+
+
+@pytest.mark.slow
+def test_what_no_longer_fits_is_dropped(run_ranks, prefix, tmp_path):
+    whole = run(prefix, save=tmp_path / "saved", save_interval=4)
+    run_ranks(2, trained_without_a_clock, whole, (1.0, 0.5))
+    resumed = replace(whole, save=None, save_interval=None, load=tmp_path / "saved", ckpt_step=4)
     slower = tmp_path / "speeds.txt"
     slower.write_text("1\n0.9\n")
     other = replace(resumed, hdp_rank_speeds=slower)

@@ -242,8 +242,8 @@ def prefix(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"distributed_optimizer": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"distributed_optimizer": True}, marks=pytest.mark.slow),
         {"bf16": True, "distributed_optimizer": True},
         {"experts": True},
     ],
@@ -279,7 +279,9 @@ MODEL = "megatron_hdp.megatron.model.building"
 @pytest.mark.parametrize(
     "fault",
     [
-        ("megatron_hdp.megatron.parallel.set_seeds", seed_one_more),
+        pytest.param(
+            ("megatron_hdp.megatron.parallel.set_seeds", seed_one_more), marks=pytest.mark.slow
+        ),
         (f"{MODEL}.transformer_config", config_with_a_bit_more_epsilon),
     ],
     ids=["seed", "epsilon"],

@@ -61,7 +61,12 @@ PLANNED = {  # layers, stages, the rest, layers that the cost model is for and t
 }
 
 
-@pytest.mark.parametrize("name", PLANNED)
+QUICK = {"alone", "stages", "uneven-virtual"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in PLANNED]
+)
 def test_the_strategy_plans_offload_and_the_step_runs_it(run_ranks, tmp_path, name):
     """A sequence beyond the capacity of both ranks fits only with offload.
 

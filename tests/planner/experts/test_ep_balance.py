@@ -71,7 +71,7 @@ def check(
     assert Plan.from_json(made.to_json()).fingerprint() == made.fingerprint()
 
 
-@settings(quickly, max_examples=80)
+@repeatable(80)
 @given(found=domains() | domains(offload=True))
 def test_rules_hold_and_figures_agree_with_the_evaluator(found) -> None:
     check(*found)
@@ -85,14 +85,14 @@ def test_rules_hold_on_many_problems(found) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["static", "naive", "bytescale", "dp-balance", "pp-balance"])
-@settings(quickly, max_examples=25)
+@repeatable(25)
 @given(found=domains())
 def test_figures_of_the_other_strategies_are_those_of_lockstep(strategy, found) -> None:
     check(*found, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["static", "pp-balance", "ep-balance"])
-@settings(quickly, max_examples=50)
+@repeatable(50)
 @given(
     found=domains() | domains(offload=True),
     stages=st.sampled_from([2, 3, 4, 8]),
@@ -103,7 +103,7 @@ def test_rules_hold_with_stages(strategy, found, stages, chunks, parts) -> None:
     check(*found, strategy, stages, chunks, parts)
 
 
-@settings(quickly, max_examples=60)
+@repeatable(60)
 @given(found=domains(), stages=st.sampled_from([2, 4]), chunks=st.sampled_from([1, 2, 3]))
 def test_pipelines_that_share_experts_never_deadlock(found, stages, chunks) -> None:
     problem, size, share = found
@@ -122,7 +122,7 @@ def test_pipelines_that_share_experts_deadlock_at_other_positions(late) -> None:
     assert run_blocking(wrong, Pipeline(2), size=2) is None
 
 
-@settings(quickly, max_examples=40)
+@repeatable(40)
 @given(found=domains(), stages=st.sampled_from([1, 2, 3]))
 def test_plans_run_to_their_end_however_drivers_wait(found, stages) -> None:
     """With streams that run in order, and drivers that wait at every launch."""

@@ -14,6 +14,7 @@ from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import execute
 from tests.planner.blocking import run_blocking
 from tests.planner.problems import COST_MODELS, rings_of
+from tests.support.examples import some
 from tests.support.random_plans import random_plan
 
 LINEAR = CostModel(a=0.0, b=1.0, b_experts=2.0, kv_bytes_per_token=0.0, g=0.5)
@@ -113,7 +114,7 @@ def pipelines(draw):
     return Pipeline(stages, chunks, tuple(weights) if sum(weights) else ())
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=some(200), derandomize=True)
 @given(found=random_plans(), name=st.sampled_from(sorted(COST_MODELS)), pipeline=pipelines())
 def test_no_plan_is_below_the_bound(found, name, pipeline):
     made, size = found
@@ -137,7 +138,7 @@ def test_a_domain_computes_beside_its_longest_sequence():
     assert found.lower_bound_s == pytest.approx(10.0)
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=some(40), derandomize=True)
 @given(found=random_plans())
 def test_without_experts_it_is_what_the_simulator_finds(found):
     made, size = found
@@ -147,7 +148,7 @@ def test_without_experts_it_is_what_the_simulator_finds(found):
         assert figures_in_lockstep(made, costs, size).makespan_s == pytest.approx(expected)
 
 
-@settings(max_examples=120, derandomize=True)
+@settings(max_examples=some(120), derandomize=True)
 @given(found=random_plans(), pipeline=pipelines())
 def test_ranks_that_wait_for_each_other_on_every_stage_find_the_same(found, pipeline):
     made, size = found

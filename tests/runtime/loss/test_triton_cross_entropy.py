@@ -68,7 +68,9 @@ def compare_fault():
         compare(4097, torch.float32, "cpu", LabelForgotten())
 
 
-@pytest.mark.parametrize("call", ["compare_all('cpu')", "compare_fault()"])
+@pytest.mark.parametrize(
+    "call", ["compare_all('cpu')", pytest.param("compare_fault()", marks=pytest.mark.slow)]
+)
 def test_kernels_in_the_interpreter(call):
     """In a process of its own: Triton decides on import whether to interpret."""
     code = f"from tests.runtime.loss.test_triton_cross_entropy import *; {call}"

@@ -13,13 +13,11 @@ from tests.support.scripts import script_module
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "gpu"
 
 
-SLOW = {"bench_attention", "bench_checkout", "bench_offload", "bench_rings"}
 ALL = sorted(path.stem for path in SCRIPTS.glob("bench_*.py"))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in ALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
 def test_a_small_run(name):
     if name == "bench_checkout" and "MEGATRON_LM_PATH" not in os.environ:
         pytest.skip("set MEGATRON_LM_PATH to a Megatron-LM checkout")

@@ -12,6 +12,7 @@ from megatron_hdp.planner.experts import figures_in_lockstep
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import Disturbance, execute
 from tests.planner.problems import COST_MODELS
+from tests.support.examples import some
 from tests.support.random_plans import random_plan
 
 EXPERTS = dataclasses.replace(COST_MODELS["linear"], a=1e-4, b_experts=3e-3)  # no ring traffic
@@ -26,7 +27,7 @@ def layouts(draw):
     return made, size
 
 
-@settings(max_examples=80, derandomize=True)
+@settings(max_examples=some(80), derandomize=True)
 @given(layout=layouts(), stages=st.integers(1, 4), chunks=st.integers(1, 3), is_even=st.booleans())
 def test_it_is_what_the_evaluation_finds(layout, stages, chunks, is_even):
     made, size = layout

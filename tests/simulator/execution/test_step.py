@@ -14,6 +14,7 @@ from megatron_hdp.simulator.execution import Disturbance, Machine, execute
 from megatron_hdp.simulator.execution.step import reduced_s
 from tests.planner.problems import COST_MODELS, EXECUTED_STRATEGIES, Problem, problems
 from tests.simulator.execution.plans import COSTS, plan_of
+from tests.support.examples import some
 
 STRATEGIES = [*EXECUTED_STRATEGIES, "pp-balance"]
 OTHERS = ("latency", "blocks", "latency, blocks", "double rings", "wide nodes")
@@ -21,7 +22,7 @@ THIRDS = [name for name in COST_MODELS if name not in OTHERS]
 """Cost models whose backward takes twice the time of a forward, as the evaluation has it."""
 
 
-@settings(max_examples=80)
+@settings(max_examples=some(80))
 @given(problems(), st.sampled_from(STRATEGIES))
 def test_without_stages_it_is_the_evaluation(problem: Problem, strategy: str) -> None:
     problem = dataclasses.replace(problem, speeds=())
@@ -37,7 +38,7 @@ def test_without_stages_it_is_the_evaluation(problem: Problem, strategy: str) ->
         assert run.record.bubble_share == pytest.approx(expected.idle_share, abs=1e-9)
 
 
-@settings(max_examples=50)
+@settings(max_examples=some(50))
 @given(problems(), st.sampled_from(STRATEGIES))
 def test_slow_members_take_at_least_what_the_evaluation_says(
     problem: Problem, strategy: str
@@ -48,7 +49,7 @@ def test_slow_members_take_at_least_what_the_evaluation_says(
     np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=80)
+@settings(max_examples=some(80))
 @given(
     problems(),
     st.sampled_from(["pp-balance", "static", "dynamic-cp"]),
@@ -83,7 +84,7 @@ def test_with_stages_it_is_the_evaluation(
     np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=some(60))
 @given(problems(), st.integers(2, 4), st.integers(0, 99))
 def test_parts_pass_the_stages_as_the_evaluation_says(
     problem: Problem, stages: int, seed: int
@@ -126,7 +127,7 @@ def test_each_part_is_a_message() -> None:
     assert run.backward_end_s[0, 0] - run.backward_start_s[0, 0] == pytest.approx(4)
 
 
-@settings(max_examples=20)
+@settings(max_examples=some(20))
 @given(problems(), st.sampled_from(["pp-balance", "static"]), st.integers(2, 3))
 def test_padding_of_virtual_stages_costs_time(problem: Problem, strategy: str, chunks: int) -> None:
     if problem.cost_model not in THIRDS:
@@ -139,7 +140,7 @@ def test_padding_of_virtual_stages_costs_time(problem: Problem, strategy: str, c
     assert len(run.padding_ranks) >= (counts % 2).sum()
 
 
-@settings(max_examples=30)
+@settings(max_examples=some(30))
 @given(problems(offload=True), st.sampled_from(STRATEGIES), st.floats(1.0, 20.0))
 def test_a_slower_network_or_host_is_never_faster(
     problem: Problem, strategy: str, factor: float
@@ -356,7 +357,7 @@ def test_only_the_first_and_the_last_part_decide() -> None:
         assert found == pytest.approx(slowly, rel=1e-12)
 
 
-@settings(max_examples=30)
+@settings(max_examples=some(30))
 @given(problems(), st.sampled_from(["naive", "bytescale", "dp-balance"]), st.sampled_from([1, 3]))
 def test_ranks_that_may_not_begin_decide_nothing(
     problem: Problem, strategy: str, stages: int

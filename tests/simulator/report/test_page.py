@@ -159,7 +159,10 @@ def test_sixteen_thousand_ranks(tmp_path: Path) -> None:
     assert len(page_of(tmp_path, run)) < MOST_BYTES
 
 
-@pytest.mark.parametrize("suffix", ["html", "png", "svg", "pdf"])
+@pytest.mark.parametrize(
+    "suffix",
+    ["html", "svg", *(pytest.param(one, marks=pytest.mark.slow) for one in ("png", "pdf"))],
+)
 def test_the_same_bytes_every_time(tmp_path: Path, suffix: str) -> None:
     paths = [tmp_path / f"{name}.{suffix}" for name in ("one", "two", "other")]
     for path, strategy in zip(paths, ("auto", "auto", "naive"), strict=True):
