@@ -65,7 +65,11 @@ print("fine")
 """
 
 
-@pytest.mark.parametrize("code", [MEGATRON_FIRST, PLUGIN_FIRST], ids=["megatron", "plugin"])
+@pytest.mark.parametrize(
+    "code",
+    [MEGATRON_FIRST, pytest.param(PLUGIN_FIRST, marks=pytest.mark.slow)],
+    ids=["megatron", "plugin"],
+)
 def test_whichever_is_imported_first(tmp_path, code):
     done = run_python("-c", code, path=[fake_megatron_lm.write(tmp_path)])
     assert done.stdout.strip() == "fine", done.stderr
@@ -84,6 +88,7 @@ def test_a_script_runs_with_the_plugin_in_and_its_folder_on_the_path(tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
 
+@pytest.mark.slow
 def test_another_megatron_lm_is_refused_whole(tmp_path):
     changed = fake_megatron_lm.FILES["arguments.py"].replace("(args, defaults={})", "(args)")
     fake_megatron_lm.write(tmp_path, arguments=changed)

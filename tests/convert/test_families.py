@@ -152,6 +152,7 @@ def test_first_loss_under_hdp(run_ranks, converted, tmp_path, name):
     assert found[0] == pytest.approx(loss_of(model, sequences), rel=2e-6)
 
 
+@pytest.mark.slow
 def test_back_from_a_run_on_another_layout(run_ranks, converted, tmp_path):
     model, checkpoint = converted("mixtral")
     prefix, _ = documents(tmp_path)

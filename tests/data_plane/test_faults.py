@@ -42,7 +42,12 @@ def pids_of(plane, source):
     return [one["pid"] for one in plane.status()["sources"]["train"][source]["loaders"]]
 
 
-def test_a_loader_the_planner_and_the_constructor_die(tmp_path):
+@pytest.mark.parametrize(
+    "others",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["loader", "planner-and-constructor-too"],
+)
+def test_a_loader_the_planner_and_the_constructor_die(tmp_path, others):
     """One after the other, in one plane: its steps stay those of in-process loaders."""
     path = write_pairs(tmp_path)
     with running_plane(path, shadows=1) as plane:
@@ -55,6 +60,8 @@ def test_a_loader_the_planner_and_the_constructor_die(tmp_path):
         assert steps(plane, 6) < MOST_WAIT_S
         until(lambda: first not in pids_of(plane, "web"))
         assert shadow in pids_of(plane, "web")
+        if not others:
+            return
 
         kill(before["planner"]["pid"])
         assert steps(plane, 6) < MOST_WAIT_S

@@ -221,6 +221,7 @@ def fail_or_wait(failing):
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_failure_of_new_processes_is_reported_at_once_with_its_rank():
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed: .*a planted fault"):
         several_ranks.run(2, fail_or_wait, 1, timeout_s=120)

@@ -359,7 +359,7 @@ FAULTS: dict[str, Fault] = {
 }
 QUICK_FAULTS = {  # one of each part of a step; the others are slow
     *("slice-dropped", "wrong-position", "wrong-block", "wrong-scale", "halo-too-short"),
-    *("parts-without-later-queries", "streams-count-twice", "mask-not-heeded"),
+    *("parts-without-later-queries", "mask-not-heeded"),
     *("mtp-one-divisor", "mla-positions", "no-router-loss", "experts-doubled"),
     *("grouped-expert-forgotten", "hidden-gradients-not-summed", "added-twice"),
 }

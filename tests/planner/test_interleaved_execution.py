@@ -51,7 +51,10 @@ def test_slots_in_whole_groups_never_deadlock(stages, chunks, lengths, ranks, se
     assert run_blocking(lists, pipeline, group=stages) is not None
 
 
-@pytest.mark.parametrize("stages, chunks", [(2, 2), (2, 3), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    "stages, chunks",
+    [(2, 2), (2, 3), *(pytest.param(4, one, marks=pytest.mark.slow) for one in (2, 3))],
+)
 @pytest.mark.parametrize("fault", ["a group of one more, cut short", "counts as they are"])
 def test_groups_that_are_cut_short_deadlock(stages, chunks, fault):
     """Both are what Megatron allows, or would with one count on all pipelines."""

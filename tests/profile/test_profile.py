@@ -262,6 +262,7 @@ def test_experts_have_a_share_of_their_own(run_ranks):
     assert "b_experts" in intervals_of(first)
 
 
+@pytest.mark.slow
 def test_of_latent_attention_keys_and_values_are_measured(run_ranks, tmp_path):
     """Heads of two sizes; what a ring that passes latents on costs is added where a run begins."""
     lines = [one for one in Path(CONFIG).read_text().splitlines() if "query" not in one]

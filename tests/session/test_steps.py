@@ -222,6 +222,7 @@ def by_precision(**overrides):
     return log_probs.numpy(), found
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float64(run_ranks):
     log_probs, found = run_ranks(2, by_precision, fp64=False, bf16=True)[0]
     expected_log_probs, expected = run_ranks(2, by_precision)[0]

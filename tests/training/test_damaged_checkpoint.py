@@ -141,6 +141,7 @@ def test_no_checksums_are_written_where_they_are_switched_off(run_ranks, saved, 
     ]
 
 
+@pytest.mark.slow
 def test_a_lost_tracker_is_no_new_beginning(run_ranks, copy):
     arguments, folder = copy
     (folder / TRACKER).unlink()

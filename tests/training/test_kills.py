@@ -136,7 +136,10 @@ OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "n
 
 @pytest.mark.parametrize(
     ("num_kills", "more"),
-    [(2, {}), pytest.param(24, OVERLAPPED, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(24, OVERLAPPED, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
     ids=["few", "many"],
 )
 def test_a_run_survives_kills_at_random_moments(folder, num_kills, more):
@@ -153,6 +156,7 @@ def test_a_run_survives_kills_at_random_moments(folder, num_kills, more):
         assert record["loss"] == pytest.approx(reference["loss"], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_writing_in_place_does_not_survive(folder):
     settings = killable(folder, 2)
     tracker = settings["save"] / TRACKER

@@ -44,6 +44,7 @@ SAVING = {
 }
 
 
+@pytest.mark.slow
 @each_moment(SAVING, "under way")
 def test_a_save_under_way_is_made_again(run_ranks, tmp_path, moment, victim):
     """The first save under way is of step 3, or of the last one."""

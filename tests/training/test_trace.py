@@ -52,7 +52,10 @@ def trained(arguments):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(one, marks=pytest.mark.slow if LAYOUTS[one][:2] == (2, 1) else ())
+        pytest.param(
+            one,
+            marks=pytest.mark.slow if LAYOUTS[one][:2] == (2, 1) or one == "four HDP ranks" else (),
+        )
         for one in LAYOUTS
     ],
 )

@@ -116,7 +116,8 @@ def save_and_load(folder, reports, is_async):
     return left, loaded["weights"].tolist()
 
 
-@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.slow
 def test_saving_leaves_no_process_and_no_file(run_ranks, tmp_path, is_async):
     """A process would print its stack at the rank's end, and outlive a rank that is killed."""
     folder, reports = tmp_path / "checkpoint", tmp_path / "reports"

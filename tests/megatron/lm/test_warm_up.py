@@ -58,6 +58,7 @@ def found_in(folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_long_context_makes_no_activations_before_the_first_step(tmp_path):
     assert found_in(fake_megatron_lm.write(tmp_path)) == [TOKENS * FFN, 0]
 

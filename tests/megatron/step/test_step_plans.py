@@ -110,7 +110,7 @@ def report_of(run_ranks, num, arguments):
 
 
 @pytest.mark.parametrize(
-    "stages, chunks", [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)]
+    "stages, chunks", [*(pytest.param(one, 1, marks=pytest.mark.slow) for one in (1, 2)), (2, 2)]
 )
 def test_experts_across_ranks_are_planned_for_and_told(run_ranks, tmp_path, stages, chunks):
     prefix = write_corpus(tmp_path, DOCUMENTS)
@@ -207,6 +207,7 @@ def errors_of_both_in_a_step(cases):
     return errors, sum(said), len(said)
 
 
+@pytest.mark.slow
 def test_rings_of_a_step_may_differ(run_ranks, tmp_path):
     """Under auto the cost model is asked for each ring; gradients of both ways add up."""
     _, *runs = CASES["mla-kv-yarn"].runs(tmp_path)

@@ -304,6 +304,7 @@ def random_plans(number):
         )
 
 
+@pytest.mark.slow
 def test_few_plans_are_built_in_a_run():
     """Planted: the number of sequences as it is, and the longest length to a multiple of 64."""
     found, planted = set(), set()

@@ -138,6 +138,7 @@ def test_kernels_compile_without_a_gpu(monkeypatch, tmp_path, dtype, architectur
         assert re.search(r"ld\.global\S*\.v4\.b32", one["ptx"])
 
 
+@pytest.mark.slow
 def test_a_kernel_that_needs_too_many_registers_is_found(monkeypatch, tmp_path):
     from megatron_hdp.runtime.loss import triton_cross_entropy as kernels
 

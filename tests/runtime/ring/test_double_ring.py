@@ -108,7 +108,9 @@ def meet_all(comm, layout, kind=gradients_of):
     return met, found[0].clone()
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(one, marks=[pytest.mark.slow] * (one > 8)) for one in range(25)]
+)
 def test_every_member_meets_all_others_once(seed):
     draw = random.Random(seed)
     size, number = draw.choice([2, 3, 4, 5]), draw.choice([2, 3, 4])

@@ -16,7 +16,7 @@ from tests.support.scripts import SCRIPTS
 FOLDER = SCRIPTS / "examples" / "own_loop"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 LOSS = re.compile(r"^step \d+: loss (-?\d+\.\d+)", re.MULTILINE)
-QUICK = {"train", "policy"}
+QUICK = {"train"}
 WIDE = {"--hdp-tokens-per-rank": 4096}
 
 

@@ -136,6 +136,7 @@ def test_a_strategy_without_a_plan_shows_its_reason(tmp_path: Path) -> None:
     assert "dynamic-cp" in data_of(page)["figures"]
 
 
+@pytest.mark.slow
 def test_many_ranks_and_steps_make_no_long_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
