@@ -52,7 +52,9 @@ def pipeline_fingerprints() -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("make", [fingerprints, pipeline_fingerprints])
+@pytest.mark.parametrize(
+    "make", [pytest.param(fingerprints, marks=pytest.mark.slow), pipeline_fingerprints]
+)
 def test_threads_make_the_same_plans(make: Callable[[], list[int]]) -> None:
     alone = make()
     assert len(set(alone)) > len(alone) // 4  # the list tells plans apart

@@ -75,6 +75,7 @@ def test_noise_changes_little(seed):
     assert np.median(abs(errors_of(found, held_out))) < 0.03
 
 
+@pytest.mark.slow
 def test_more_noise_makes_the_fits_to_other_repetitions_differ_more():
     def spread(noise):
         found = fit(measured_of(PLANTED, noise), SHAPE)

@@ -100,6 +100,7 @@ def test_files_of_a_profile(run_ranks, tmp_path, capsys):
     assert str(output) in planned(output, capsys)
 
 
+@pytest.mark.slow
 def test_times_too_noisy_to_use_are_written_by_force_only(run_ranks, tmp_path, capsys):
     """Planted noise: e^2 times as long, or a seventh; each rank refuses, after three tries."""
     with pytest.raises(RankError, match=r"too noisy .*measured 3 times"):

@@ -142,6 +142,7 @@ def test_a_first_save_that_ends_while_a_reader_looks_is_no_lost_tracker(tmp_path
     assert set(found) == {None, 2}
 
 
+@pytest.mark.slow
 def test_two_kills_while_the_same_step_is_replaced(tmp_path):
     """The second run dies too, at any line, after the first died between its two renames."""
     for line in range(10_000):

@@ -42,6 +42,7 @@ def check(done, rounds):
     assert re.fullmatch(r" *ratio of medians: [\d.]+", ratio)
 
 
+@pytest.mark.slow
 def test_a_small_run(checkout):
     check(run_script(SCRIPT, "--megatron-lm", str(checkout), *SMALL, "2"), rounds=2)
 
