@@ -225,7 +225,9 @@ class Mlp:
 
 
 NO_ATTENTION = Attention(num_heads=0, num_groups=0, qk_channels=0, v_channels=0)
+"""Of a layer that is an MLP alone."""
 NO_MLP = Mlp(ffn_hidden_size=0, gated=False)
+"""Of a layer that is attention alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
