@@ -5,6 +5,7 @@ from megatron_hdp.session.batch import MediaItem, TokenBatch
 from megatron_hdp.session.losses import FromHidden, FromLogProbs, FromValues, weights_of
 from megatron_hdp.session.media import MediaEncoder
 from megatron_hdp.session.outcome import SessionReport
+from megatron_hdp.session.preference import Preference, PreferenceReport, preference_step
 from megatron_hdp.session.session import HdpSession
 
 __all__ = [
@@ -14,8 +15,11 @@ __all__ = [
     "HdpSession",
     "MediaEncoder",
     "MediaItem",
+    "Preference",
+    "PreferenceReport",
     "SessionReport",
     "TokenBatch",
     "add_adapters",
+    "preference_step",
     "weights_of",
 ]

@@ -172,6 +172,9 @@ COMMANDS = {
     "torchrun --nproc-per-node 2 scripts/examples/own_loop/train.py": Elsewhere(
         "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
     ),
+    "torchrun --nproc-per-node 2 scripts/examples/own_loop/preference.py": Elsewhere(
+        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
+    ),
     "torchrun --nproc-per-node 2 scripts/examples/own_loop/pictures.py": Elsewhere(
         "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
     ),
