@@ -233,30 +233,54 @@ def test_objectives_out_of_range(given, words):
         Preference(**given)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "ipo"])
-def test_trl_makes_the_same_losses_and_rewards(kind):
+def of_trl(kind, made, logps):
+    """(losses, rewards of chosen, of rejected) by TRL's loss code, on sums or means by sequence."""
     options = pytest.importorskip("trl.import_utils")
     for name, value in vars(options).copy().items():
         if isinstance(value, tuple):  # (False, None) is true: TRL asks an older transformers
             setattr(options, name, value[0])
-    trainer = pytest.importorskip("trl.trainer.dpo_trainer", exc_type=ImportError)
-    objective = OBJECTIVES[kind]
-    generator = torch.Generator().manual_seed(0)
-    chosen, rejected, of_chosen, of_rejected = (
-        3 * torch.randn(4, 16, generator=generator, dtype=torch.float64) - 6
-    )
+    module = {"orpo": "orpo", "simpo": "cpo", "kto": "kto"}.get(kind, "dpo")
+    trainer = pytest.importorskip(f"trl.trainer.{module}_trainer", exc_type=ImportError)
+    device = torch.device("cpu")
     state = SimpleNamespace(
-        accelerator=SimpleNamespace(device=torch.device("cpu")),
+        accelerator=SimpleNamespace(device=device, gather_for_metrics=lambda one: one),
         reference_free=False,
         f_divergence_type=None,
-        beta=objective.beta,
-        label_smoothing=objective.label_smoothing,
+        alpha=0.0,
+        loss_type=kind,
+        calculate_KL=True,
+        beta=made.beta,
+        simpo_gamma=made.gamma,
+        label_smoothing=made.label_smoothing,
+        desirable_weight=made.desirable_weight,
+        undesirable_weight=made.undesirable_weight,
     )
-    losses, good, bad = trainer.DPOTrainer.dpo_loss(
-        state, chosen, rejected, of_chosen, of_rejected, {"dpo": "sigmoid"}.get(kind, kind)
-    )
-    c, r = chosen - of_chosen, rejected - of_rejected
-    assert torch.allclose(objective.of_pairs(c, r), losses, rtol=0, atol=1e-10)
-    assert torch.allclose(objective.beta * c, good, rtol=0, atol=1e-10)
-    assert torch.allclose(objective.beta * r, bad, rtol=0, atol=1e-10)
+    chosen, rejected, of_chosen, of_rejected, others, of_others = logps
+    if kind == "kto":
+        given = chosen, rejected, others, of_chosen, of_rejected, of_others
+        return trainer.KTOTrainer.kto_loss(state, *given)[:3]
+    if kind == "simpo":
+        return trainer.CPOTrainer.cpo_loss(state, chosen, rejected)
+    if kind == "orpo":
+        ratios, *rewards = trainer.ORPOTrainer.odds_ratio_loss(state, chosen, rejected)[:3]
+        return -chosen - ratios, *rewards
+    name = "sigmoid" if kind == "dpo" else kind
+    return trainer.DPOTrainer.dpo_loss(state, chosen, rejected, of_chosen, of_rejected, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_trl_makes_the_same_losses_and_rewards(kind):
+    made = OBJECTIVES[kind]
+    generator = torch.Generator().manual_seed(0)
+    logps = torch.randn(6, 16, generator=generator, dtype=torch.float64) - 6
+    logps[5] -= 1  # so that the divergence is not clamped
+    losses, good, bad = of_trl(kind, made, logps)
+    c, r = logps[:2] - logps[2:4] * (kind not in ("simpo", "orpo"))
+    if kind == "kto":
+        kl = float((logps[4] - logps[5]).mean())
+        found = made.of_labels(torch.cat((c, r)), torch.arange(32) < 16, kl)
+    else:
+        found = made.of_pairs(c, r)
+    for mine, theirs in ((found, losses), (made.beta * c, good), (made.beta * r, bad)):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-10)
