@@ -112,10 +112,12 @@ COMMANDS = {
         needs="slow",
     ),
     "megatron-hdp profile --config configs/tiny-cpu.yaml --output cost-model.json": Elsewhere(
-        "tests/profile/test_profile.py::test_one_process"
+        "tests/profile/test_profile.py::test_one_process", needs="slow"
     ),
     "megatron-hdp plan --lengths docs/example-lengths.txt --ranks 16 --tokens-per-rank 8192 "
-    "--cost-model cost-model.json": Elsewhere("tests/profile/test_profile.py::test_one_process"),
+    "--cost-model cost-model.json": Elsewhere(
+        "tests/profile/test_profile.py::test_one_process", needs="slow"
+    ),
     "torchrun --nproc-per-node 2 -m megatron_hdp.pretrain_gpt --config configs/tiny-cpu.yaml "
     "--hybrid-data-parallel --hdp-data mix.yaml": Elsewhere(
         "tests/training/test_mixture.py::test_a_mixture_follows_the_loss_and_a_run_goes_on_exactly"
@@ -155,7 +157,7 @@ COMMANDS = {
         "tests/cli/test_verify.py::test_the_latest_is_damaged"
     ),
     "python scripts/benchmarks/bench_data.py": Elsewhere(
-        "tests/scripts/benchmarks/test_bench_data.py::test_a_small_run"
+        "tests/scripts/benchmarks/test_bench_data.py::test_a_small_run", needs="slow"
     ),
     "python scripts/benchmarks/bench_data.py --tables 1000000 50000000 200000000 "
     "--sparse 1000000000": (
@@ -292,7 +294,7 @@ COMMANDS = {
         "tests/scripts/benchmarks/test_reproduce_bytescale.py::test_a_cell_again"
     ),
     "python scripts/gpu/bench_loss.py --device cpu --small": Elsewhere(
-        "tests/scripts/gpu/test_gpu_benches.py::test_a_small_run"
+        "tests/scripts/gpu/test_gpu_benches.py::test_a_small_run", needs="slow"
     ),
 }
 """Every command on every page, on one line."""

@@ -190,6 +190,7 @@ def errors_with_a_fault(*call):
         return errors_of_cases(*call)
 
 
+@pytest.mark.slow
 def test_a_planted_fault_fails_the_check():
     with pytest.raises(AssertionError, match="out, dq, dk, dv"):
         check(run_on("cpu", 4, errors_with_a_fault, "native", "cpu", "torch", CASES))

@@ -384,7 +384,7 @@ CASES |= frozen(CASES) | with_adapters(CASES)
 
 SMOKE = "yarn-some-layers"
 QUICK = {  # each model, layout and feature once, briefly; the other rows are slow
-    *("mqa-tp2-sp", "mha-tp2-sp-pp2", "pp2-v2", "parts/pp2-mtp", "parts/virtual-experts"),
+    *("mqa-tp2-sp", "pp2-v2", "parts/pp2-mtp", "parts/virtual-experts"),
     *("streams/pp2", "recomputed/pp2-parts", "double-rings/alone"),
     *("distributed-optimizer-pipeline", "frozen/full-recompute", "corrupt"),
     "adapters/mqa-tp2-sp",

@@ -40,7 +40,9 @@ def run_cpp_tests(name: str, patterns: list[str], scratch: Path, extra: tuple[st
     if compiler is None:
         pytest.skip("no C++ compiler: install g++ to run the C++ tests")
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    headers = [path.read_bytes() for path in sorted(CSRC.rglob("*.hpp"))]
+    room = CSRC / patterns[0].split("/")[0]
+    found = [*room.rglob("*.hpp"), *(CSRC / "tests").rglob("*.hpp")]
+    headers = [path.read_bytes() for path in sorted(found)]
     options = [*OPTIONS, *extra]
     common = hashlib.sha256(b"\0".join([version, *map(str.encode, options), *headers]))
     kept = OBJECTS / f"{name}{'-sanitized' * ('-Og' in extra)}"

@@ -104,6 +104,7 @@ def test_where_reductions_begin(run_ranks, tmp_path, ranks, hdp_ranks, experts, 
             assert [begun[i][1] for i in step] == [together[hdp_rank]] * len(step), rank
 
 
+@pytest.mark.slow
 def test_with_virtual_stages_reductions_begin_behind_the_last_backward(run_ranks, tmp_path):
     arguments = tiny_arguments(write_corpus(tmp_path, LENGTHS), **(OVERLAP | virtual(2)))
     found = run_ranks(4, launches_of, arguments, None)

@@ -132,7 +132,7 @@ def results_of_steps(arguments):
 @pytest.mark.parametrize(
     "overrides",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param(LAYOUT, marks=pytest.mark.slow),
         pytest.param(EXPERTS | {"expert_model_parallel_size": 2}, marks=pytest.mark.slow),
     ],

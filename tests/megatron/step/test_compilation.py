@@ -108,6 +108,7 @@ def test_no_number_of_tokens_runs_uncompiled(variants, bias):
     assert max(variants.values()) <= 8, variants
 
 
+@pytest.mark.slow
 def test_one_token_makes_more_variants_and_all_are_compiled(variants):
     """Experts may get one, or none."""
     allow_variants()

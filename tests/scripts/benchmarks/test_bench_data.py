@@ -9,6 +9,7 @@ from tests.support.processes import run_script
 SCRIPT = Path(__file__).parents[3] / "scripts" / "benchmarks" / "bench_data.py"
 
 
+@pytest.mark.slow
 def test_a_small_run():
     small = ("--draws", "50", "--rounds", "3", "--table-up-to", "100", "--step-rows", "1000")
     done = run_script(SCRIPT, "--rows", "20", "1000000", *small)
