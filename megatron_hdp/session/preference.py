@@ -157,7 +157,9 @@ def preference_step(
         if objective.kind != "kto":
             if unrelated is not None:
                 raise ValueError(f"found unrelated with {objective.kind}, expected it with kto")
-            return _places(pairs, num), known, None
+            places = _places(pairs, num)
+            _require_choices(batch, places)
+            return places, known, None
         others = None if unrelated is None else _sums(unrelated[1], num_sequences(unrelated[0]))
         return _labels(pairs, num), known, others
 
@@ -234,6 +236,18 @@ def _places(pairs: Sequence[Any], num: int) -> torch.Tensor:
         alone = min(set(range(num)) - seen)
         raise ValueError(f"found sequence {alone} in no pair, expected each in one: leave it out")
     return torch.tensor([[int(one) for one in pair] for pair in pairs]).reshape(-1, 2)
+
+
+def _require_choices(batch: TokenBatch | Sequence[Any], places: torch.Tensor) -> None:
+    """Refuses a pair of one sequence with its like, which says nothing."""
+    tokens = batch.tokens if isinstance(batch, TokenBatch) else batch
+    for i, (chosen, rejected) in enumerate(places.tolist()):
+        sides = (np.asarray(tokens[one]) for one in (chosen, rejected))
+        if np.array_equal(*sides):
+            raise ValueError(
+                f"found pair {i} of the same tokens, sequences {chosen} and {rejected}, expected "
+                "two answers: leave both out"
+            )
 
 
 def _labels(given: Sequence[Any], num: int) -> torch.Tensor:

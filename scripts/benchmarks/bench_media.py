@@ -80,12 +80,14 @@ def drawn(step: int, number: int) -> list[int]:
     return [max(PER_ROW, int(one / 256 / 16) // PER_ROW * PER_ROW) for one in pixels]
 
 
-def batch_of(patches: list[int], step: int) -> Any:
-    """A sequence a picture, with a text behind it."""
+def batch_of(patches: list[int], num_texts: int, step: int) -> Any:
+    """A sequence a picture, with a text behind it, and sequences of text alone."""
     from megatron_hdp.session import MediaItem, TokenBatch
 
     data = np.random.default_rng(1000 + step)
     tokens = [[0] * (n // PER_ROW) + data.integers(0, 256, 32).tolist() for n in patches]
+    lengths = np.minimum(data.lognormal(np.log(200), 1.0, num_texts) + 2, 4000).astype(int)
+    tokens += [data.integers(0, 256, length).tolist() for length in lengths]
     pictures = [torch.from_numpy(data.standard_normal((n, CHANNELS), np.float32)) for n in patches]
     return TokenBatch(tokens, media=[MediaItem(i, 0, one) for i, one in enumerate(pictures)])
 
@@ -103,7 +105,7 @@ def measure(rank: int, settings: argparse.Namespace, folder: str) -> None:
     encoder.measure_cost()
     rows = []
     for step in range(settings.steps + 1):  # the first is not counted
-        batch = batch_of(drawn(step, settings.pictures), step)
+        batch = batch_of(drawn(step, settings.pictures), settings.texts, step)
         row: dict[str, dict[str, float]] = {}
         for name in STRATEGIES[:: 1 if step % 2 else -1]:  # they take turns
             session.attach_encoder(encoder, balance=name)

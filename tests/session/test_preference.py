@@ -176,6 +176,7 @@ BAD = {  # pairs, kind, reference, words
     "no rejected side": ([(0, None), (1, 2)], "dpo", [0.0] * 4, r"pair 0 \(0, None\)"),
     "one side": ([(0,)], "dpo", [0.0] * 4, "both sides"),
     "equal sides": ([(0, 0)], "dpo", [0.0] * 4, "pair 0 of sequence 0 with itself"),
+    "same tokens": ([(0, 2), (1, 3)], "dpo", [0.0] * 4, "pair 0 of the same tokens"),
     "in two pairs": ([(0, 1), (2, 1)], "dpo", [0.0] * 4, "sequence 1 in two pairs"),
     "in no pair": ([(0, 1)], "dpo", [0.0] * 4, "sequence 2 in no pair"),
     "no such place": ([(0, 9)], "dpo", [0.0] * 4, "sequence 9 in pair 0, expected 0 to 3"),
@@ -193,7 +194,8 @@ def refusals():
     arguments, said = arguments_of(), {}
     parallel.initialise(arguments)
     session = session_of(arguments)
-    batch = TokenBatch([[1, 2, 3]] * 4, [[0, 1, 1]] * 3 + [[1, 0, 0]])
+    tokens = [[1, 2, 3], [1, 2, 4], [1, 2, 3], [1, 2, 5]]
+    batch = TokenBatch(tokens, [[0, 1, 1]] * 3 + [[1, 0, 0]])
     for name, (pairs, kind, reference, _) in BAD.items():
         try:
             preference_step(session, batch, pairs, Preference(kind=kind), reference)
