@@ -242,8 +242,7 @@ def _require_choices(batch: TokenBatch | Sequence[Any], places: torch.Tensor) ->
     """Refuses a pair of one sequence with its like, which says nothing."""
     tokens = batch.tokens if isinstance(batch, TokenBatch) else batch
     for i, (chosen, rejected) in enumerate(places.tolist()):
-        sides = (np.asarray(tokens[one]) for one in (chosen, rejected))
-        if np.array_equal(*sides):
+        if np.array_equal(np.asarray(tokens[chosen]), np.asarray(tokens[rejected])):
             raise ValueError(
                 f"found pair {i} of the same tokens, sequences {chosen} and {rejected}, expected "
                 "two answers: leave both out"
