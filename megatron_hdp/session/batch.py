@@ -201,9 +201,9 @@ class CheckedBatch:
 def _digest(media: Sequence[MediaItem]) -> int:
     found = xxhash.xxh3_64()
     for one in media:
-        data = one.data.detach().cpu().contiguous().numpy() if torch.is_tensor(one.data) else None
+        data = one.data.detach().cpu().numpy() if torch.is_tensor(one.data) else one.data
         found.update(f"{one.sequence} {one.start}".encode())
-        found.update(repr(one.data).encode() if data is None else data.tobytes())
+        found.update(data.tobytes() if isinstance(data, np.ndarray) else repr(data).encode())
     return found.intdigest()
 
 
