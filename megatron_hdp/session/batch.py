@@ -201,7 +201,9 @@ class CheckedBatch:
 def _digest(media: Sequence[MediaItem]) -> int:
     found = xxhash.xxh3_64()
     for one in media:
-        data = one.data.detach().cpu().numpy() if torch.is_tensor(one.data) else one.data
+        data = one.data
+        if torch.is_tensor(data):  # of any type: numpy lacks some
+            data = data.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         found.update(f"{one.sequence} {one.start}".encode())
         found.update(data.tobytes() if isinstance(data, np.ndarray) else repr(data).encode())
     return found.intdigest()
