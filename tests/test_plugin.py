@@ -111,6 +111,7 @@ for version in ("0.99.0", "{}.99"):
 """
 
 
+@pytest.mark.slow
 def test_a_version_that_was_not_tested_is_a_note(tmp_path):
     release = release_of(installed_version())
     done = run_python("-c", OTHER_VERSION.format(release), path=[fake_megatron_lm.write(tmp_path)])

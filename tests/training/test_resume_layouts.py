@@ -102,7 +102,7 @@ CASES = {
         (2, APART), (4, APART | SEQUENCE | {"expert_tensor_parallel_size": 1}), EXPERTS | SMALL
     ),
     "experts-to-pp2-sharded": Case((2, APART), (4, APART | STAGES), EXPERTS | SMALL | SHARES),
-    "virtual-to-fewer-ranks": Case((4, CHUNKS), (2, CHUNKS_OF_ONE), DEEP, quick=True),
+    "virtual-to-fewer-ranks": Case((4, CHUNKS), (2, CHUNKS_OF_ONE), DEEP),
     "virtual-to-fewer-ranks-sharded": Case((4, CHUNKS), (2, CHUNKS_OF_ONE), DEEP | SHARES),
     "virtual-to-plain": Case((4, CHUNKS), (4, STAGES), DEEP | SHARES),
     "plain-to-virtual": Case((4, STAGES), (4, CHUNKS), DEEP | SHARES),

@@ -114,6 +114,7 @@ def test_a_slow_rank_is_found_and_its_work_moves(run_ranks, prefix, capacity):
         assert np.median(shares[5:]) > np.median(shares[:4]) + 0.1, shares
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_exactly(run_ranks, prefix, tmp_path):
     traced = {"hdp_trace": tmp_path / "trace", "hdp_trace_steps": "8"}
     whole = run(prefix, save=tmp_path / "saved", save_interval=4, **traced)
