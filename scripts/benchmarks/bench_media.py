@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 HIDDEN, CHANNELS, PER_ROW = 64, 48, 4
 STRATEGIES = ("home", "replica", "micro-batch", "step")
-FLAGS = ("--config", "configs/tiny-cpu.yaml", "--hdp-tokens-per-rank", "1024")
+FLAGS = ("--config", "configs/tiny-cpu.yaml", "--hdp-tokens-per-rank", "2048")
 
 
 class Encoder(torch.nn.Module):
@@ -163,7 +163,8 @@ def main() -> None:
     for name, value in (
         ("ranks", 4),
         ("steps", 5),
-        ("pictures", 48),
+        ("pictures", 32),
+        ("texts", 32),
         ("layers", 4),
         ("width", 128),
     ):
