@@ -36,8 +36,7 @@ py::tuple plan_items(const Array<int64_t>& patches, const Array<int32_t>& consum
     const py::gil_scoped_release release;
     plan = hdp::plan_items(problem);
   }
-  return py::make_tuple(to_numpy(plan.first_ranks), to_numpy(plan.degrees), to_numpy(plan.turns),
-                        plan.makespan_s, plan.lower_bound_s);
+  return py::make_tuple(to_numpy(plan.first_ranks), to_numpy(plan.degrees), to_numpy(plan.turns));
 }
 
 }  // namespace

@@ -306,7 +306,6 @@ class Placing {
   ItemPlan run(const Attempt& attempt) {
     place_whole(place_cut(attempt), attempt.near_share * items_.even_s);
     plan_.makespan_s = *std::max_element(done_.begin(), done_.end());
-    plan_.lower_bound_s = items_.bound_s;
     return std::move(plan_);
   }
 

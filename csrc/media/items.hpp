@@ -37,7 +37,6 @@ struct ItemPlan {
   std::vector<int32_t> degrees;
   std::vector<int32_t> turns;
   double makespan_s = 0;
-  double lower_bound_s = 0;  // no plan takes less
 };
 
 // Longest first to the rank that is done first (LPT; Graham 1969), near its consumer where that

@@ -44,7 +44,7 @@ def plan_items(
 
 
 def _step(batch: ItemBatch, cost: ItemCostModel) -> ItemPlan:
-    first_ranks, degrees, turns, _, _ = _items.plan_items(
+    first_ranks, degrees, turns = _items.plan_items(
         batch.patches,
         batch.consumers,
         batch.rank_speeds,

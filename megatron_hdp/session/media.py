@@ -77,6 +77,7 @@ class SessionMedia:
         self.encoder, self.place, self.chunks = encoder, place, chunks
         self.is_sharded, self.hidden = arguments.sequence_parallel, arguments.hidden_size
         self.balance, self._settings = balance, settings
+        self.dtype = _dtype_of(encoder)
         self._reader = replace(reader, reads_tokens=False, reads_mask=False)
         self._rank = dist.get_rank()
         on_every_rank(self._require_order, compute_device())
@@ -271,16 +272,18 @@ class StepMedia:
             found = [self._pack(pack) for pack in self.packs]
         if found:
             return torch.cat(found)
-        weight = next(self.session.encoder.parameters())
-        return torch.zeros(0, self.session.hidden, dtype=weight.dtype, device=compute_device())
+        return torch.zeros(
+            0, self.session.hidden, dtype=self.session.dtype, device=compute_device()
+        )
 
     def _pack(self, pack: list[int]) -> torch.Tensor:
         rows = self.session.encoder([self.media.items[item] for item in pack])
         expected = (int(self.media.counts[pack].sum()), self.session.hidden)
-        if tuple(rows.shape) != expected:
+        if tuple(rows.shape) != expected or rows.dtype != self.session.dtype:
             raise ValueError(
-                f"found rows of shape {tuple(rows.shape)} from the encoder, expected {expected} "
-                f"for items {', '.join(map(str, pack))}"
+                f"found rows of shape {tuple(rows.shape)} and {rows.dtype} from the encoder for "
+                f"items {', '.join(map(str, pack))}, expected {expected} and {self.session.dtype}, "
+                "its weights' type"
             )
         return rows
 
@@ -355,6 +358,13 @@ def rows_in_place(
         return
     with batch.step_media.rows_in_place(micro_batches, divisor, forward_only):
         yield
+
+
+def _dtype_of(encoder: MediaEncoder) -> torch.dtype:
+    """Of its rows, which ranks without items receive as well."""
+    for weight in encoder.parameters():
+        return weight.dtype
+    raise ValueError("found an encoder without weights, expected some: they say its rows' type")
 
 
 def _packs_of(items: ItemPlan, rank: int) -> list[list[int]]:

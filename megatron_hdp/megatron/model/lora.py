@@ -8,7 +8,6 @@ they exchange for it is as narrow as the rank.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ from megatron_hdp.megatron.adapters import NAMES
 from megatron_hdp.megatron.model.initialisation import global_parameters, own_part, whole_shape
 from megatron_hdp.megatron.model.moe import let_biases_be_added
 from megatron_hdp.megatron.model.mtp import further_layers
+from megatron_hdp.megatron.model.taking import derived
 from megatron_hdp.runtime.gathering import summed_by_name
 from megatron_hdp.runtime.health import fingerprint
 
@@ -147,8 +147,8 @@ class _Adapted(torch.nn.Module):
                 f"{', '.join(_SHARED)}: leave {last} out of the targets, or with experts "
                 "--moe-grouped-gemm"
             )
-        found: Any = type(linear)
-        linear.__class__ = _adapted(found)
+        found = type(linear)
+        linear.__class__ = derived(found.__name__, (_Adapted, found))
         linear._take_over(kind, rank, scale, gated=last == "linear_fc1")
 
     def _take_over(self, kind: str, rank: int, scale: float, *, gated: bool) -> None:
@@ -262,12 +262,6 @@ class _Adapted(torch.nn.Module):
             key = f"{prefix}lora_b"
             found[key] = apply_swiglu_sharded_factory(found[key], sharded_offsets, alone)
         return found
-
-
-@functools.cache
-def _adapted(cls: type[Any]) -> type[Any]:
-    """The class of a layer with an adapter, under its own name, which exporters go by."""
-    return type(cls.__name__, (_Adapted, cls), {"__module__": cls.__module__})
 
 
 def _kind_of(module: torch.nn.Module) -> str | None:
