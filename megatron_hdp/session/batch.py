@@ -13,6 +13,7 @@ import xxhash
 from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.mixture import Position, Step
 from megatron_hdp.data.steps import PlanSettings, RankShare, StepShares
+from megatron_hdp.media import Patches
 from megatron_hdp.planner import Plan
 
 _KINDS = "biuf"  # numpy's letters of booleans, integers and floating-point numbers
@@ -202,6 +203,9 @@ def _digest(media: Sequence[MediaItem]) -> int:
     found = xxhash.xxh3_64()
     for one in media:
         data = one.data
+        if isinstance(data, Patches):
+            found.update(repr(data.grid).encode())
+            data = data.values
         if torch.is_tensor(data):  # of any type: numpy lacks some
             data = data.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         found.update(f"{one.sequence} {one.start}".encode())
