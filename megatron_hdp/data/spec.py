@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-FORMATS = ("auto", "tokens", "text", "chat")
+FORMATS = ("auto", "tokens", "text", "chat", "pairs", "labelled")
 TRAIN_ON = ("assistant", "last", "all")
 BACKENDS = ("local", "ray")
 TOKENISE = ("ahead", "on-the-fly")
@@ -24,8 +24,9 @@ class SourceSpec:
     glob: str | None = None
     """Names to take from a folder, such as ``*.txt``; if not given, all."""
     format: str = "auto"
-    """``tokens`` (a ``.bin/.idx`` pair), ``text`` or ``chat``; ``auto`` distinguishes the first two
-    by the files' names."""
+    """``tokens`` (a ``.bin/.idx`` pair), ``text``, ``chat``, ``pairs`` (of a chosen and a rejected
+    answer) or ``labelled`` (answers that are desirable or not); ``auto`` distinguishes the first
+    two by the files' names."""
     key: str = "text"
     """Key or column of the text; conversations are found by the names that are usual for them."""
     tokenizer: str | None = None

@@ -1,8 +1,8 @@
 """The ``.sums`` beside a ``.bin/.idx`` pair: what its bytes were, compared as they are read.
 
-The first page is that of `data.mapped_file`, with the XXH3 of the ``.idx`` and of the ``.spans``.
-Then come 4 bytes for each 4 KiB of the ``.bin``, which a kernel reads as a whole anyway: the lower
-half of their XXH3, of which their number is the seed.
+The first page is that of `data.mapped_file`, with the XXH3 of the ``.idx``, ``.spans`` and
+``.sides``. Then come 4 bytes for each 4 KiB of the ``.bin``, which a kernel reads as a whole
+anyway: the lower half of their XXH3, of which their number is the seed.
 """
 
 import os
@@ -24,7 +24,8 @@ SUFFIX = ".sums"
 BLOCK = 4096
 
 _KIND = FileKind(b"HDPSUMS\0", 1)
-_WHOLE = (".idx", ".spans")
+BESIDE = (".idx", ".spans", ".sides")
+"""Suffixes of what is read whole."""
 _BLOCKS_AT_ONCE = 1 << 12
 
 
@@ -94,9 +95,9 @@ class Sums:
 
 
 def write_sums(prefix: str | os.PathLike[str], *, durable: bool) -> None:
-    """Write the sums of a pair that is complete, and of its ``.spans`` if it has them."""
+    """Write the sums of a pair that is complete, and of what else lies beside it."""
     prefix = os.fspath(prefix)
-    beside = {one: prefix + one for one in _WHOLE if os.path.exists(prefix + one)}
+    beside = {one: prefix + one for one in BESIDE if os.path.exists(prefix + one)}
     with (
         new_file(prefix + SUFFIX, durable=durable) as temporary,
         open(temporary, "w+b") as target,

@@ -40,7 +40,7 @@ class Findings:
         """Return how often each source is passed between two positions, by its rows."""
         sources = self.corpus.sources
         rows = [end.of(one.name).rows - begin.of(one.name).rows for one in sources]
-        return np.array(rows) / [one.num_rows for one in sources]
+        return np.array(rows) / [one.num_groups for one in sources]
 
     def span(self, phase: Phase) -> tuple[int, int]:
         """Return where a phase begins and where the next one does, or the steps end."""

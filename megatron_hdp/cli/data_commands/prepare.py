@@ -10,6 +10,7 @@ from megatron_hdp.data.index_checks import IndexChecks
 from megatron_hdp.data.index_file import IndexFile, TokenFileError
 from megatron_hdp.data.mixture import prefix_of, prepare_source, read_data_file
 from megatron_hdp.data.spans import Spans
+from megatron_hdp.data.sums import BESIDE
 from megatron_hdp.data.token_file import TokenReader
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.simulator.units import aligned
@@ -66,7 +67,7 @@ def checked(name: str, prefix: str) -> Ready:
         documents += int((piece.lengths > 0).sum())
         tokens += int(piece.lengths.sum())
     sums = TokenReader(prefix, index.dtype, checks.num_bytes).sums
-    for suffix in (".idx", ".spans"):
+    for suffix in BESIDE:
         if sums is not None and os.path.exists(prefix + suffix):
             sums.require_file(suffix)
     if os.path.exists(f"{prefix}.spans"):

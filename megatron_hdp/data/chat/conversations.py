@@ -33,6 +33,8 @@ class ChatTokens:
     """Its tokens."""
     spans: Int64Array
     """``int64[m, 2]``: ``[start, stop)`` of trained tokens, rising, never the first token."""
+    is_good: bool | None = None
+    """Of preferences: whether it is the chosen or a desirable answer."""
 
 
 class Conversations:
@@ -105,8 +107,16 @@ class Conversations:
         conversation = read_row(row)
         if self._format is not None:
             return [self._by_format(one) for one in conversation.split()]
+        return [self.tokens(conversation)]
+
+    def tokens(self, conversation: Conversation) -> ChatTokens:
+        """Return the document of a conversation, by the template and not by a format.
+
+        Raises:
+            BadConversationError, ValueError: as of `render`.
+        """
         conversation.check_order()
-        return [self._by_template(conversation)]
+        return self._by_template(conversation)
 
     def _by_format(self, conversation: Conversation) -> ChatTokens:
         assert self._format is not None

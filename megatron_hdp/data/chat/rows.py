@@ -119,8 +119,8 @@ def _messages_of(row: Message) -> list[Any]:
     """Return the raw messages."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         raise BadConversationError(
-            "a preference pair (`chosen`, `rejected`); supported is one conversation a row, in "
-            "`messages` or `conversations`"
+            "a preference pair (`chosen`, `rejected`), expected one conversation a row, in "
+            "`messages` or `conversations`; for pairs give the source format: pairs"
         )
     for key in _MEDIA_KEYS:
         if row.get(key):

@@ -15,7 +15,7 @@ _SAVED = "a Hugging Face dataset saved to disk"
 
 
 def kind_of(spec: SourceSpec) -> str:
-    """Return what a source is: ``tokens`` (a ``.bin/.idx`` pair), ``text`` or ``chat``.
+    """Return what a source is: ``tokens`` (a ``.bin/.idx`` pair) or what its rows are.
 
     ``auto`` is a pair where ``PATH.idx`` exists, else text.
 

@@ -37,6 +37,7 @@ class Corpus:
         self.spec = spec
         self.sources = tuple(sources)
         self._together = together
+        self._require_one_kind()
         sizes = {one.name: max(one.size(spec.weight_unit), 1.0) for one in self.sources}
         self.schedule = spec.schedule.resolved(sizes, max_length)
         for i, source in enumerate(self.sources):
@@ -49,6 +50,27 @@ class Corpus:
                     f"{source.longest:,} tokens, the schedule allows {bound:,}: give it "
                     f"long-sequence {policies}, or raise max-length"
                 )
+
+    @property
+    def sides(self) -> str | None:
+        """``pairs`` or ``labelled`` where the sources hold preferences."""
+        found = self.sources[0].sides
+        return None if found is None else found.kind
+
+    @property
+    def group(self) -> int:
+        """Neighbouring sequences of a step, from its first, that belong together."""
+        return self.sources[0].group
+
+    def _require_one_kind(self) -> None:
+        """Refuse preferences beside something else."""
+        found = {one.name: one.sides and one.sides.kind for one in self.sources}
+        if len(set(found.values())) > 1:
+            words = ", ".join(f"{name} of {kind or 'no sides'}" for name, kind in found.items())
+            raise ValueError(
+                f"{self.spec.origin}: found sources that cannot be trained together ({words}), "
+                "expected all of them of pairs, all labelled, or none: leave some out"
+            )
 
     @property
     def longest(self) -> int:
@@ -68,15 +90,19 @@ class Corpus:
                 one.name,
                 SourceStream(
                     one,
-                    shuffle_of(orders[one.name].version, one.num_rows, seed, orders[one.name].key),
+                    shuffle_of(
+                        orders[one.name].version, one.num_groups, seed, orders[one.name].key
+                    ),
                     splits_long=one.long_sequence == "split",
                     max_epochs=one.spec.max_epochs,
+                    group=self.group,
                 ),
-                one.mean_length,
+                self.group * one.mean_length,
             )
             for one in self.sources
         ]
-        return Mixture(mixed, self.schedule, batch, self.spec.weight_unit, self._together)
+        unit, group = self.spec.weight_unit, self.group
+        return Mixture(mixed, self.schedule, batch, unit, self._together, group)
 
     def orders(self) -> dict[str, SourceOrder]:
         """Return what decides the order of each source in a run that begins now.

@@ -28,7 +28,7 @@ _SPARE = 1.1  # of the rows that a step is expected to take, so that it seldom l
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The size of a global batch, in sequences or in tokens.
+    """The size of a global batch, in sequences (pairs where both sides are drawn) or in tokens.
 
     Raises:
         ValueError: not exactly one of them, one below 1, or growth that does not ascend.
@@ -70,7 +70,8 @@ class Step:
     """The sequences of one global batch, in the order in which they were drawn.
 
     A sequence is known by its place in these arrays, ``[n]`` each. It lies in one row of its
-    source's sequence table and is all of it, unless the schedule wants shorter sequences.
+    source's sequence table and is all of it, unless the schedule wants shorter sequences. The two
+    sides of a pair are neighbours.
     """
 
     sources: Int64Array
@@ -111,7 +112,7 @@ class MixedSource:
     name: str
     stream: SourceStream
     mean_length: float
-    """Tokens of a row, to guess how many rows a step takes."""
+    """Tokens of a row, or of all of a group, to guess how many of them a step takes."""
 
 
 class Mixture:
@@ -124,9 +125,11 @@ class Mixture:
         batch: BatchSize,
         weight_unit: str = "tokens",
         together: Together = map,
+        group: int = 1,
     ) -> None:
         """Set what is drawn; ties go to the first source, and weights are shares of the unit.
 
+        Each `group` of neighbouring sequences of a step are drawn, and count, as one.
         ``together`` maps a function over the sources, for those that wait for others at once.
         """
         self.sources = tuple(sources)
@@ -134,6 +137,7 @@ class Mixture:
         self._batch = batch
         self._unit = weight_unit
         self._together = together
+        self.group = group
 
     def step(self, position: Position, weights: Sequence[float] | None = None) -> Step:
         """Return the step that begins at a position; it has no sequence where all have ended.
@@ -239,7 +243,8 @@ class _Draw:
 
     def _guess(self, sequences: int, tokens: int) -> list[int]:
         """Return how many rows of each source the step will take, a little more."""
-        means = [min(one.mean_length, self._setting.max_length) for one in self._mixture.sources]
+        longest = self._mixture.group * self._setting.max_length
+        means = [min(one.mean_length, longest) for one in self._mixture.sources]
         rates = list(self._weights)
         if self._mixture._unit != "sequences":
             rates = [weight / mean for weight, mean in zip(rates, means, strict=True)]
@@ -286,7 +291,12 @@ class _Draw:
     def _finished(self) -> Step:
         order = _joined(self._order)
         first = np.cumsum([0, *(len(one) for one in self._pieces)])
+        num_drawn = len(order)
         places = first[order] + _joined(self._turns)
+        size = self._mixture.group
+        if size > 1:
+            places = (size * places[:, None] + np.arange(size)).ravel()
+            order = np.repeat(order, size)
         names = ("rows", "starts", "lengths", "num_labels", "num_loss_tokens")
         columns = {name: self._column(name, places) for name in names}
         before = self._position
@@ -294,7 +304,7 @@ class _Draw:
         after = replace(
             before,
             steps=before.steps + 1,
-            sequences=before.sequences + len(order),
+            sequences=before.sequences + num_drawn,
             tokens=before.tokens + int(columns["lengths"].sum()),
             sources={**before.sources, **drawn},
             costs=None,
@@ -310,8 +320,9 @@ class _Draw:
 
     def _column(self, name: str, places: Int64Array) -> Int64Array:
         """Return a column of the step, from what its sources had ready one after the other."""
-        ready = [getattr(one, name) for one in self._pieces]
-        return ready[0][: self._used[0]] if len(ready) == 1 else _joined(ready)[places]
+        ready = [getattr(one if one.members is None else one.members, name) for one in self._pieces]
+        count = self._mixture.group * sum(self._used)
+        return ready[0][:count] if len(ready) == 1 else _joined(ready)[places]
 
     def _after(self, i: int) -> Drawn:
         drawn = replace(self._drawn[i], owed=self._owed[i])

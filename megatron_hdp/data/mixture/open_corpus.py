@@ -17,9 +17,11 @@ from megatron_hdp.data.mixture.table_source import TableSource
 from megatron_hdp.data.mixture.text_source import TextSource
 from megatron_hdp.data.on_the_fly import Decoder, RecordIndex, SourceFiles, open_estimate
 from megatron_hdp.data.prepare import Prepared, decoding_of, prepare, recipe_of
+from megatron_hdp.data.sides import KINDS, SUFFIX, Sides
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import SequenceTable, count_documents, open_source, split_documents
+from megatron_hdp.data.token_file import TokenReader
 from megatron_hdp.data.tokenizers import available_cpus
 
 CACHE_FOLDER = "hdp-cache"
@@ -58,7 +60,7 @@ def open_corpus(spec: MixtureSpec, opening: Opening) -> Corpus:
             opened.append(_of_split(open_text(source, spec, opening), spec))
             continue
         prefix, bad = prepared(source, spec, opening)
-        documents = split_documents(count_documents(prefix), spec.split)[spec.part]
+        documents = _documents_of(prefix, spec)
         if not len(documents):
             empty.append((source, prefix, documents))
             continue
@@ -78,9 +80,17 @@ def any_documents(spec: MixtureSpec, opening: Opening) -> bool:
     if any(source.tokenise == "on-the-fly" for source in spec.sources):
         return True  # none of them is empty, or opening it fails
     return any(
-        len(split_documents(count_documents(prefix), spec.split)[spec.part])
+        len(_documents_of(prefix, spec))
         for prefix, _ in (prepared(source, spec, opening) for source in spec.sources)
     )
+
+
+def _documents_of(prefix: str, spec: MixtureSpec) -> range:
+    """Return the split's documents of a ``.bin/.idx``; none of its pairs is cut."""
+    sides = Sides.beside(prefix)
+    group = 1 if sides is None else sides.group
+    found = split_documents(count_documents(prefix) // group, spec.split)[spec.part]
+    return range(group * found.start, group * found.stop)
 
 
 def prepared(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> tuple[str, int]:
@@ -113,6 +123,11 @@ def open_text(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> TextSo
         ValueError: there is no tokenizer, the files cannot be used so, or hold no record.
         OSError: where the records lie cannot be kept.
     """
+    if kind_of(source) in KINDS:
+        raise ValueError(
+            f"{spec.origin}: found tokenise: on-the-fly for source '{source.name}' of the format "
+            f"{source.format}, expected ahead: how long both sides are must be known"
+        )
     tokenizer = _tokenizer_of(source, spec, opening)
     long_sequence = source.long_sequence or "truncate"
     files = SourceFiles.of(source)
@@ -186,6 +201,13 @@ def _opened(
     opening: Opening,
 ) -> TableSource:
     long_sequence = source.long_sequence or opening.long_sequence
+    sides = Sides.beside(prefix)
+    if sides is not None and long_sequence != "error":
+        raise ValueError(
+            f"{spec.origin}: found long-sequence {long_sequence} for source '{source.name}', which "
+            "holds preferences, expected error: an answer that is cut is another one; leave rows "
+            "out whose answers are too long, or raise --seq-length"
+        )
     table, reader = open_source(
         prefix,
         max_length=opening.max_length,
@@ -206,7 +228,10 @@ def _opened(
             f"{num_documents:,}: they belong to different token files; make both again from their "
             "source"
         )
-    first_row, num_rows = _rows_of_split(source, table, opening.max_length, spec)
+    if sides is not None:
+        _require_all_sides(prefix, sides, table, reader, spans)
+    group = 1 if sides is None else sides.group
+    first_row, num_rows = _rows_of_split(source, table, opening.max_length, spec, group)
     return TableSource(
         spec=source,
         prefix=prefix,
@@ -215,9 +240,26 @@ def _opened(
         spans=spans,
         long_sequence=long_sequence,
         num_bad=bad,
+        known_sides=sides,
         first_row=first_row,
         num_rows=num_rows,
     )
+
+
+def _require_all_sides(
+    prefix: str, sides: Sides, table: SequenceTable, reader: TokenReader, spans: Spans | None
+) -> None:
+    """Refuse preferences of which something is missing."""
+    if reader.sums is not None:
+        reader.sums.require_file(SUFFIX)
+    num_documents = count_documents(prefix)
+    if spans is None or table.facts.num_empty or len(sides) != num_documents:
+        found = "no .spans" if spans is None else f"{table.facts.num_empty:,} empty documents"
+        raise ValueError(
+            f"{prefix}{SUFFIX} has {len(sides):,} sides beside {num_documents:,} documents and "
+            f"{found}, expected one for each, none of them empty, and .spans of the answers: make "
+            "the pair again from its source"
+        )
 
 
 def _of_split(source: TextSource, spec: MixtureSpec) -> TextSource:
@@ -239,14 +281,14 @@ def _too_many_held_out(name: str, held_out: int, num_rows: int, spec: MixtureSpe
 
 
 def _rows_of_split(
-    source: SourceSpec, table: SequenceTable, max_length: int, spec: MixtureSpec
+    source: SourceSpec, table: SequenceTable, max_length: int, spec: MixtureSpec, group: int
 ) -> tuple[int, int]:
     """Return the first of the split's rows, and how many it has.
 
-    Held-out sequences stand at the end. Of a document of which some are held out, training takes
-    none.
+    Held-out sequences, or pairs, stand at the end. Of a document of which some are held out,
+    training takes none.
     """
-    held_out = spec.held_out.get(source.name, 0)
+    held_out = group * spec.held_out.get(source.name, 0)
     if not held_out:
         return 0, len(table)
     border = len(table) - held_out

@@ -11,6 +11,7 @@ from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.mixture.stream import Rows
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.shuffles import LATEST_ORDER
+from megatron_hdp.data.sides import Sides
 from megatron_hdp.data.spec import SourceSpec
 
 
@@ -32,6 +33,21 @@ class Source(Rows, Protocol):
     def name(self) -> str:
         """What the source is called."""
         return self.spec.name
+
+    @property
+    def sides(self) -> Sides | None:
+        """Which of its documents were preferred; None where it holds no preferences."""
+        return None
+
+    @property
+    def group(self) -> int:
+        """Neighbouring rows that are drawn as one and stay in one step."""
+        return 1 if self.sides is None else self.sides.group
+
+    @property
+    def num_groups(self) -> int:
+        """What is drawn of it in an epoch."""
+        return self.num_rows // self.group
 
     @property
     def bad(self) -> int:
@@ -74,7 +90,7 @@ class Source(Rows, Protocol):
         if self.num_rows != num_rows:
             corpus = digest(corpus, self.first_row, self.num_rows)
         return SourceOrder(
-            num_sequences=self.num_rows,
+            num_sequences=self.num_groups,
             corpus=corpus,
             long_sequence=self.long_sequence,
             version=LATEST_ORDER,

@@ -46,6 +46,8 @@ class Pieces:
     """The row number up to which rows were looked at."""
     is_last: bool
     """Whether the source ends behind them."""
+    members: Pieces | None = None
+    """Of groups: the sequences that each stands for, as many of each."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -71,16 +73,20 @@ class SourceStream:
         *,
         splits_long: bool,
         max_epochs: int | None = None,
+        group: int = 1,
     ) -> None:
         """Set what is drawn, for ``max_epochs`` or (None) for ever.
 
         ``splits_long``: a row that is too long gives several sequences, rather than one that lacks
-        the row's end.
+        the row's end. ``group``: so many neighbouring rows, the sides of a pair, are drawn as one;
+        none of them is cut.
         """
         self.rows = rows
+        self._group = group
+        self._num_rows = rows.num_rows // group
         self._shuffle = shuffle
         self._splits_long = splits_long
-        self._end = None if max_epochs is None else max_epochs * rows.num_rows
+        self._end = None if max_epochs is None else max_epochs * self._num_rows
 
     def has_ended(self, number: int) -> bool:
         """Return whether nothing is left from a row number on."""
@@ -89,7 +95,7 @@ class SourceStream:
         count = 1
         while number < self._end:  # rows without a token are nothing; mostly the first has one
             stop = min(number + count, self._end)
-            if self.rows.lengths(self._rows_of(number, stop)).any():
+            if self.rows.lengths(self._members(self._rows_of(number, stop))).any():
                 return False
             number, count = stop, 2 * count
         return True
@@ -101,6 +107,8 @@ class SourceStream:
         """
         stop = number + count if self._end is None else min(number + count, self._end)
         rows = self._rows_of(number, stop)
+        if self._group > 1:
+            return self._groups(rows, number, stop)
         lengths = self.rows.lengths(rows)
         labels = self.rows.num_labels(rows, lengths)
         numbers = np.arange(number, stop)
@@ -127,11 +135,31 @@ class SourceStream:
             is_last=stop == self._end,
         )
 
+    def _groups(self, groups: Int64Array, number: int, stop: int) -> Pieces:
+        """Return groups as they are: none is cut, and none has no token."""
+        rows = self._members(groups)
+        lengths = self.rows.lengths(rows)
+        starts = np.zeros_like(lengths)
+        labels = self.rows.num_labels(rows, lengths)
+        trained = self.rows.num_trained(rows, starts, labels)
+        numbers, is_last = np.arange(number, stop), stop == self._end
+        of_each = np.repeat(numbers, self._group)
+        members = Pieces(of_each, rows, starts, lengths, labels, trained, stop, is_last)
+        amounts = np.stack((lengths, labels, trained)).reshape(3, -1, self._group).sum(axis=2)
+        return Pieces(numbers, groups, np.zeros_like(groups), *amounts, stop, is_last, members)
+
+    def _members(self, groups: Int64Array) -> Int64Array:
+        """Return the rows of groups, those of each one after the other."""
+        if self._group == 1:
+            return groups
+        found: Int64Array = (self._group * groups[:, None] + np.arange(self._group)).ravel()
+        return found
+
     def _rows_of(self, number: int, stop: int) -> Int64Array:
         parts = [np.zeros(0, dtype=np.int64)]
         while number < stop:
-            epoch, first = divmod(number, self.rows.num_rows)
-            part = self._shuffle.rows(epoch, first, min(stop - number, self.rows.num_rows - first))
+            epoch, first = divmod(number, self._num_rows)
+            part = self._shuffle.rows(epoch, first, min(stop - number, self._num_rows - first))
             parts.append(part)
             number += len(part)
         return np.concatenate(parts)

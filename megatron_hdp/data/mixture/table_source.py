@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.mixture.source import Source, digest
+from megatron_hdp.data.sides import Sides
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.data.token_file import TokenReader
@@ -26,6 +27,13 @@ class TableSource(Source):
     spans: Spans | None
     """What of its documents is trained; None: every token but the first."""
     num_bad: int
+    known_sides: Sides | None = None
+    """Of its documents."""
+
+    @property
+    def sides(self) -> Sides | None:
+        """Which of its documents were preferred."""
+        return self.known_sides
 
     @property
     def bad(self) -> int:
@@ -95,7 +103,10 @@ class TableSource(Source):
         found = self.reader.fingerprint()
         if self.spans is None:
             return found
-        return digest(found, len(self.spans), self.spans.num_trained_tokens)
+        if self.sides is None:
+            return digest(found, len(self.spans), self.spans.num_trained_tokens)
+        of_spans = len(self.spans), self.spans.num_trained_tokens
+        return digest(found, *of_spans, self.sides.kind, self.sides.is_good.tobytes())
 
     def size(self, unit: str) -> float:
         """Return how large it is, in the unit of the weights."""
@@ -115,7 +126,8 @@ class TableSource(Source):
         """Return how many rows are ``use``, and what became of its documents."""
         facts = self.table.facts
         bad = f", {self.bad:,} bad and left out" if self.bad else ""
+        what = "sequences" if self.sides is None else f"{self.sides.kind} answers"
         return (
-            f"{self.num_rows:,} sequences{name} {use} (documents: {facts.num_empty:,} empty and "
+            f"{self.num_rows:,} {what}{name} {use} (documents: {facts.num_empty:,} empty and "
             f"skipped, {facts.num_truncated:,} truncated, {facts.num_split:,} split{bad})"
         )

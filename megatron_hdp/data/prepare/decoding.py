@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.data.chat import BadConversationError, ChatTokens, Conversations
+from megatron_hdp.data.chat import BadConversationError, ChatTokens, Conversations, Preferences
 from megatron_hdp.data.formats import BadRecord, Record
+from megatron_hdp.data.sides import KINDS
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tokenizers import TokenBatch, Tokenizer, build_tokenizer
 
@@ -24,6 +25,8 @@ class Decoding:
     tokenizer: Tokenizer
     key: str | None
     """Of the text; None: rows are conversations."""
+    sides: str | None = None
+    """``pairs`` or ``labelled``: rows are such preferences."""
     append_eod: bool = True
     template: str | None = None
     train_on: str = "assistant"
@@ -48,6 +51,7 @@ def decoding_of(spec: SourceSpec, kind: str, tokenizer: str) -> Decoding:
     return Decoding(
         tokenizer=build_tokenizer(tokenizer),
         key=text_key(spec, kind),
+        sides=kind if kind in KINDS else None,
         append_eod=spec.append_eod,
         template=spec.template,
         train_on=spec.train_on,
@@ -83,18 +87,23 @@ def tokens_of_texts(decoding: Decoding, batch: Sequence[Record]) -> TokenBatch:
     return TokenBatch(ids, found.lengths + (found.lengths > 0))
 
 
-def conversations_of(decoding: Decoding) -> Conversations:
+def conversations_of(decoding: Decoding) -> Conversations | Preferences:
     """Return what makes tokens of rows.
 
     Raises:
         ValueError, ModuleNotFoundError: as of `Conversations`.
     """
+    if decoding.sides is not None:
+        how = decoding.tokenizer, decoding.template, decoding.train_on
+        return Preferences(decoding.sides, *how)
     return Conversations(
         decoding.tokenizer, decoding.template, decoding.train_on, decoding.append_eod
     )
 
 
-def rendered(conversations: Conversations, record: Record) -> list[ChatTokens] | BadRecord:
+def rendered(
+    conversations: Conversations | Preferences, record: Record
+) -> list[ChatTokens] | BadRecord:
     """Return the documents of a row, or what is wrong with it.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from megatron_hdp.data import sums
+from megatron_hdp.data import sides, sums
 from megatron_hdp.data.hashes import hash_of_bytes, hash_of_file
 from megatron_hdp.data.prepare.cache_key import Content
 from megatron_hdp.data.prepare.shards import Counts, Shard
@@ -22,7 +22,11 @@ from megatron_hdp.files import note_opened, write_atomically
 
 MAIN, MANIFEST, LOCK, WORK = ".bin", ".json", ".lock", ".work"
 """Suffixes: of the tokens, which are the main file, and of what lies beside them."""
-SUFFIXES = {"text": (MAIN, ".idx", sums.SUFFIX), "chat": (MAIN, ".idx", ".spans", sums.SUFFIX)}
+SUFFIXES = {
+    "text": (MAIN, ".idx", sums.SUFFIX),
+    "chat": (MAIN, ".idx", ".spans", sums.SUFFIX),
+    **dict.fromkeys(sides.KINDS, (MAIN, ".idx", ".spans", sides.SUFFIX, sums.SUFFIX)),
+}
 """Those of what is made, by the kind of the source."""
 
 _FILES, _CHECK = "files", "check"

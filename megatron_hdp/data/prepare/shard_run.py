@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from megatron_hdp.data import sides
 from megatron_hdp.data.formats import BadRecord, Record, read
 from megatron_hdp.data.prepare.decoding import (
     Decoding,
@@ -21,6 +22,8 @@ Tell = Callable[[int], object]
 def run_shard(decoding: Decoding, shard: Shard, prefix: str, tell: Tell) -> Counts:
     """Write a shard as ``PREFIX.bin/.idx``, of conversations with ``PREFIX.spans``, or nothing.
 
+    Preferences have ``PREFIX.sides``, too.
+
     Raises:
         ValueError: a file cannot be read, or a document is bad and none may be.
         OSError: the disk is full, for one.
@@ -31,7 +34,10 @@ def run_shard(decoding: Decoding, shard: Shard, prefix: str, tell: Tell) -> Coun
             records = _good(decoding, shard, counts, tell)
             if decoding.key is None:
                 with SpansWriter(f"{prefix}.spans", durable=decoding.durable) as spans:
-                    _write_conversations(decoding, records, writer, spans, counts, tell)
+                    good = _write_conversations(decoding, records, writer, spans, counts, tell)
+                if decoding.sides is not None:
+                    path = prefix + sides.SUFFIX
+                    sides.write_sides(path, decoding.sides, good, durable=decoding.durable)
             else:
                 _write_texts(decoding, records, writer, counts, tell)
     except OSError as error:
@@ -70,8 +76,10 @@ def _write_conversations(
     spans: SpansWriter,
     counts: Counts,
     tell: Tell,
-) -> None:
+) -> list[bool]:
+    """Return of each document whether it is the preferred side, where it has sides."""
     conversations = conversations_of(decoding)
+    good = []
     for record in records:
         tell(record.num_bytes)
         documents = rendered(conversations, record)
@@ -81,3 +89,5 @@ def _write_conversations(
         for one in documents:
             writer.add(one.ids)
             spans.add(one.spans)
+            good.append(bool(one.is_good))
+    return good

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 
+from megatron_hdp.data import sides
 from megatron_hdp.data.prepare.decoding import Decoding
 from megatron_hdp.data.prepare.shard_run import Tell, run_shard
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
@@ -78,6 +79,8 @@ def join(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
     if decoding.key is None:
         spans = [prefix + ".spans" for prefix in prefixes]
         concatenate_spans(spans, target + ".spans", durable=decoding.durable)
+    if decoding.sides is not None:
+        sides.concatenate_sides(prefixes, target + sides.SUFFIX, durable=decoding.durable)
     if len(prefixes) == 1:
         move_pair(prefixes[0], target)
     else:

@@ -424,7 +424,7 @@ class HdpSteps:
                 loss_tokens=loss_tokens,
                 loss=loss if loss_tokens else None,
                 share=drawn[source.name] / max(total, 1),
-                epoch=totals.before.of(source.name).rows // source.num_rows,
+                epoch=totals.before.of(source.name).rows // source.num_groups,
                 bad=source.bad + self._left_out.num_skipped[i],
             )
         return found

@@ -72,7 +72,13 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
     Raises:
         ValueError: one of them cannot be opened, or has no sequence.
     """
-    return open_corpus(spec, _opening(arguments))
+    corpus = open_corpus(spec, _opening(arguments))
+    if corpus.sides is not None:
+        raise ValueError(
+            f"{spec.origin}: found a source of {corpus.sides}, which the loss of next tokens would "
+            "train on both sides of, expected text or conversations"
+        )
+    return corpus
 
 
 def has_documents(arguments: TrainingArguments, spec: MixtureSpec) -> bool:

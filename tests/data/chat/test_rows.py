@@ -126,7 +126,7 @@ def said(*roles):
         ({"messages": [{"role": "user", "content": 5}]}, "content that is a number"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an empty assistant turn"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 1: an empty assistant turn"),
-        ({"chosen": PAIR, "rejected": PAIR}, "a preference pair .* supported is one conversation"),
+        ({"chosen": PAIR, "rejected": PAIR}, "a preference pair .* expected one conversation"),
         ({"messages": PAIR, "images": ["a.png"]}, "key `images`; supported are conversations of"),
         (parts({"type": "image_url"}), "a part or key `image_url`"),
         (parts({"type": "text"}), "message 0 has a part without text"),
