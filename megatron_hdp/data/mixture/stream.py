@@ -145,8 +145,22 @@ class SourceStream:
         numbers, is_last = np.arange(number, stop), stop == self._end
         of_each = np.repeat(numbers, self._group)
         members = Pieces(of_each, rows, starts, lengths, labels, trained, stop, is_last)
-        amounts = np.stack((lengths, labels, trained)).reshape(3, -1, self._group).sum(axis=2)
-        return Pieces(numbers, groups, np.zeros_like(groups), *amounts, stop, is_last, members)
+        return Pieces(
+            numbers=numbers,
+            rows=groups,
+            starts=np.zeros_like(groups),
+            lengths=self._sums(lengths),
+            num_labels=self._sums(labels),
+            num_loss_tokens=self._sums(trained),
+            stop=stop,
+            is_last=is_last,
+            members=members,
+        )
+
+    def _sums(self, values: Int64Array) -> Int64Array:
+        """Return the sum over the rows of each group."""
+        found: Int64Array = values.reshape(-1, self._group).sum(axis=1)
+        return found
 
     def _members(self, groups: Int64Array) -> Int64Array:
         """Return the rows of groups, those of each one after the other."""
