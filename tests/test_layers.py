@@ -94,6 +94,7 @@ ROOMS: dict[str, set[str]] = {
         *{"planner", "data_plane", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     },
     "launching": {"runtime", "runtime/epochs"},
+    "encoders": {"media", "convert/files"},
     "session": {"planner", "media", "data", "runtime", "megatron"},
     "verl": {"megatron", "session"},
     "bridge": {"session", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
@@ -120,6 +121,7 @@ BELOW_ALL = {
 }
 TORCH_ROOMS = {
     "launching",
+    "encoders",
     "runtime",
     "megatron",
     "session",

@@ -6,6 +6,7 @@ from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bou
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
 from megatron_hdp.media.patches import Patches
 from megatron_hdp.media.planning import ITEM_STRATEGIES, dealt, plan_items
+from megatron_hdp.media.positions import MRope, RowGrid, row_positions
 
 __all__ = [
     "ENCODERS",
@@ -16,10 +17,13 @@ __all__ = [
     "ItemFigures",
     "ItemPlan",
     "ItemPlanError",
+    "MRope",
     "Patches",
     "Resizing",
+    "RowGrid",
     "dealt",
     "evaluate_items",
     "items_bound_s",
     "plan_items",
+    "row_positions",
 ]

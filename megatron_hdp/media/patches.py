@@ -19,6 +19,8 @@ class Patches:
     ``[t * h * w, 3 * f * p * p]``. A picture stands for f equal frames, and is not repeated."""
     grid: tuple[int, int, int]
     """Patches in time, height and width: t, h, w. A picture has t = 1."""
+    seconds: float | None = None
+    """Of a video, between temporal patches; encoders that have no use for it look past it."""
 
     def __post_init__(self) -> None:
         """Refuses a grid that is none.

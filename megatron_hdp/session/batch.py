@@ -204,7 +204,7 @@ def _digest(media: Sequence[MediaItem]) -> int:
     for one in media:
         data = one.data
         if isinstance(data, Patches):
-            found.update(repr(data.grid).encode())
+            found.update(f"{data.grid} {data.seconds}".encode())
             data = data.values
         if torch.is_tensor(data):  # of any type: numpy lacks some
             data = data.detach().cpu().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,177 @@
+"""What encoders of pictures share: pixels, settings, and the protocol that a session knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+
+from megatron_hdp.media import Encoder, ItemCostModel, MRope, Patches, RowGrid
+
+CHANNELS = 3
+_VALUES = 256  # of a byte
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """How bytes become numbers: ``(byte * scale - mean) / std``, by colour.
+
+    Each step is rounded as the processors of `transformers` round it that use Pillow.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = 1 / 255
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """float32 ``[colours, 256]``: the number of each byte."""
+        scaled = (np.arange(_VALUES, dtype=np.float64) * self.scale).astype(np.float32)
+        mean, std = (np.array(one, dtype=np.float32)[:, None] for one in (self.mean, self.std))
+        return torch.from_numpy((scaled - mean) / std)
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers of patches, ``[n, colours * values]``; floating-point ones are so already."""
+        if values.is_floating_point():
+            return values
+        colours = len(self.mean)
+        table = self.table.to(values.device)
+        first = torch.arange(colours, device=values.device)[:, None] * _VALUES
+        of_colours = values.reshape(len(values), colours, -1).long() + first
+        return table.reshape(-1)[of_colours].reshape(values.shape)
+
+
+CLIP_PIXELS = Pixels((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+HALF_PIXELS = Pixels((0.5,) * CHANNELS, (0.5,) * CHANNELS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSettings:
+    """Of a ``vision_config``; what it leaves out is as `transformers` has it."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Takes those that are known from a configuration."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: config[name] for name in names & set(config)})
+
+
+class PatchEncoder(torch.nn.Module):
+    """An encoder of `Patches`, as `HdpSession.attach_encoder` takes it.
+
+    Args:
+        config: the model's ``config.json``.
+        pixels: how bytes are normalised; by default as the model's processor does it.
+        patches_per_pack: the most patches of items that are given to one call.
+
+    Attributes:
+        pixels: how it normalises bytes.
+        patches_per_pack: the most patches of a call.
+        shape: by which its cost is computed.
+        levels: 1, and one for each further level of rows (deepstack).
+        positions: how the language model's rotary positions see rows; None: like tokens.
+    """
+
+    prefixes: ClassVar[Mapping[str, str]]
+    """How names of tensors in Hugging Face's files begin, and what stands there in this one's."""
+    shape: Encoder
+    levels = 1
+    positions: MRope | None = None
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        pixels: Pixels | None = None,
+        patches_per_pack: int = 65_536,
+    ) -> None:
+        super().__init__()
+        self.pixels = pixels or self.usual_pixels(config)
+        self.patches_per_pack = patches_per_pack
+
+    @staticmethod
+    def usual_pixels(config: Mapping[str, Any]) -> Pixels:
+        """How a model's processor normalises bytes, if nothing else is said."""
+        return CLIP_PIXELS
+
+    @property
+    def patches_per_row(self) -> int:
+        """Patches that become one row."""
+        return self.shape.patches_per_row
+
+    @property
+    def cost(self) -> ItemCostModel:
+        """By its shape."""
+        is_trained = any(one.requires_grad for one in self.parameters())
+        return ItemCostModel.from_encoder(self.shape, is_trained=is_trained)
+
+    def patches(self, item: Patches) -> int:
+        """Patches of an item.
+
+        Raises:
+            ValueError: its patches are not of the encoder's size, or no rows can be made of them.
+        """
+        self._require(item)
+        return len(item.values)
+
+    def grid(self, item: Patches) -> RowGrid:
+        """An item's rows in time, height and width."""
+        t, h, w = item.grid
+        merge = self.shape.resizing.merge
+        return RowGrid(t, h // merge, w // merge)
+
+    def forward(self, items: Sequence[Patches]) -> torch.Tensor:
+        """Rows of items, one behind another, ``[rows, levels * hidden]``."""
+        weight = next(self.parameters())
+        values = [torch.from_numpy(np.ascontiguousarray(one.values)) for one in items]
+        numbers = [self._frames(self.pixels.of(one.to(weight.device))) for one in values]
+        return self.encoded(torch.cat(numbers).to(weight.dtype), [one.grid for one in items])
+
+    def encoded(self, patches: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Rows of normalised patches, ``[n, colours * frames * pixels]``."""
+        raise NotImplementedError
+
+    def _frames(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A picture's patches, repeated for each frame of a temporal patch."""
+        frames = self.shape.resizing.frames_per_patch
+        if numbers.shape[1] == frames * self._values:
+            return numbers
+        of_colours = numbers.reshape(len(numbers), CHANNELS, 1, -1)
+        return of_colours.expand(-1, -1, frames, -1).reshape(len(numbers), -1)
+
+    @property
+    def _values(self) -> int:
+        return CHANNELS * self.shape.resizing.patch**2
+
+    def _require(self, item: Patches) -> None:
+        resizing = self.shape.resizing
+        found, expected = item.values.shape[1], {self._values * n for n in (1, self._most_frames)}
+        if found not in expected:
+            raise ValueError(
+                f"found patches of {found} values, expected "
+                f"{' or '.join(map(str, sorted(expected)))}, "
+                f"as for {resizing.patch} x {resizing.patch} pixels: cut pictures by the "
+                "encoder's settings"
+            )
+        if any(side % resizing.merge for side in item.grid[1:]):
+            raise ValueError(
+                f"found a grid of {' x '.join(map(str, item.grid))} patches, expected height and "
+                f"width to be multiples of {resizing.merge}: resize the picture for it"
+            )
+
+    @property
+    def _most_frames(self) -> int:
+        return self.shape.resizing.frames_per_patch
+
+
+def mrope_of(
+    config: Mapping[str, Any], sections: tuple[int, int, int], *, is_interleaved: bool
+) -> MRope:
+    """What a ``config.json`` says of rotary positions of its language model; else `sections`."""
+    text = config.get("text_config", config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    t, h, w = rope.get("mrope_section", sections)
+    return MRope((t, h, w), is_interleaved)

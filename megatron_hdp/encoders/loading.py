@@ -1,0 +1,94 @@
+"""The encoder of a model's folder as Hugging Face lays it out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hdp.convert.files.hf_folder import CONFIG, find_tensors, listed, read_json
+from megatron_hdp.encoders.base import PatchEncoder, Pixels
+from megatron_hdp.encoders.llava import LlavaEncoder
+from megatron_hdp.encoders.qwen2_5_vl import Qwen25VLEncoder
+from megatron_hdp.encoders.qwen3_vl import Qwen3VLEncoder
+
+ENCODERS: dict[str, type[PatchEncoder]] = {
+    "llava": LlavaEncoder,
+    "qwen2_5_vl": Qwen25VLEncoder,
+    "qwen3_vl": Qwen3VLEncoder,
+    "qwen3_vl_moe": Qwen3VLEncoder,
+}
+"""By the ``model_type`` of a configuration."""
+_PROCESSOR = "preprocessor_config.json"
+
+
+def load_encoder(
+    folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **settings: Any
+) -> PatchEncoder:
+    """The encoder of a model, with its weights.
+
+    Args:
+        folder: with config.json and safetensors; preprocessor_config.json says how bytes become
+            numbers, where it is there.
+        dtype: of the weights; by default the files'.
+        settings: of the encoder's class: ``patches_per_pack``.
+
+    Raises:
+        ValueError: of a folder that holds no such model, or not all of the encoder.
+    """
+    path = Path(folder)
+    config = read_json(path / CONFIG)
+    kind = config.get("model_type")
+    if kind not in ENCODERS:
+        raise ValueError(
+            f"{path / CONFIG}: found model_type {kind!r}, expected one of {', '.join(ENCODERS)}: "
+            "encoders of other models are not known; attach_encoder takes any module"
+        )
+    stored = find_tensors(path)
+    named = {ours: stored[name] for name in stored if (ours := _own_name(ENCODERS[kind], name))}
+    with torch.device("meta"):
+        encoder = ENCODERS[kind](config, _pixels_of(path), **settings)
+    expected = encoder.state_dict()
+    _require_names(path, list(named), list(expected))
+    weights = {name: named[name].read() for name in expected}
+    for name, weight in weights.items():
+        if weight.shape != expected[name].shape:
+            raise ValueError(
+                f"{path}: found {name} of shape {list(weight.shape)}, expected "
+                f"{list(expected[name].shape)} by its {CONFIG}"
+            )
+    encoder.load_state_dict(weights, assign=True)
+    encoder.requires_grad_()
+    return encoder if dtype is None else encoder.to(dtype=dtype)
+
+
+def _own_name(encoder: type[PatchEncoder], name: str) -> str | None:
+    """What a tensor of a file is called in the encoder; None: it is not of it."""
+    for theirs, ours in encoder.prefixes.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return None
+
+
+def _pixels_of(folder: Path) -> Pixels | None:
+    if not (folder / _PROCESSOR).exists():
+        return None
+    found: Mapping[str, Any] = read_json(folder / _PROCESSOR)
+    if "image_mean" not in found or "image_std" not in found:
+        return None
+    scale = found.get("rescale_factor", 1 / 255)
+    return Pixels(tuple(found["image_mean"]), tuple(found["image_std"]), scale)
+
+
+def _require_names(folder: Path, found: list[str], expected: list[str]) -> None:
+    missing = sorted(set(expected) - set(found))
+    more = sorted(set(found) - set(expected))
+    if missing or more:
+        which = f"no {listed(missing)}" if missing else f"also {listed(more)}"
+        raise ValueError(
+            f"{folder}: found {which} among the encoder's {len(found)} tensors, expected the "
+            f"{len(expected)} of its {CONFIG}: fetch both of the same revision"
+        )

@@ -1,0 +1,167 @@
+"""Qwen2.5-VL's encoder: windows of 112 pixels in most layers, whole images in a few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from megatron_hdp.encoders.base import (
+    CHANNELS,
+    PatchEncoder,
+    Pixels,
+    VisionSettings,
+    mrope_of,
+)
+from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of
+from megatron_hdp.encoders.layers import (
+    PatchProjection,
+    RmsNorm,
+    RotaryAttention,
+    activation_of,
+)
+from megatron_hdp.media import Encoder, Patches, Resizing, RowGrid
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings(VisionSettings):
+    depth: int = 32
+    hidden_size: int = 3584
+    hidden_act: str = "silu"
+    intermediate_size: int = 3420
+    num_heads: int = 16
+    patch_size: int = 14
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    tokens_per_second: float = 4
+    window_size: int = 112
+    out_hidden_size: int = 3584
+    fullatt_block_indexes: Sequence[int] = (7, 15, 23, 31)
+
+
+class _Mlp(torch.nn.Module):
+    def __init__(self, settings: _Settings) -> None:
+        super().__init__()
+        hidden, inner = settings.hidden_size, settings.intermediate_size
+        self.gate_proj = torch.nn.Linear(hidden, inner)
+        self.up_proj = torch.nn.Linear(hidden, inner)
+        self.down_proj = torch.nn.Linear(inner, hidden)
+        self._activation = activation_of(settings.hidden_act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, settings: _Settings) -> None:
+        super().__init__()
+        self.norm1 = RmsNorm(settings.hidden_size)
+        self.norm2 = RmsNorm(settings.hidden_size)
+        self.attn = RotaryAttention(settings.hidden_size, settings.num_heads)
+        self.mlp = _Mlp(settings)
+
+    def forward(self, x: torch.Tensor, blocks: Blocks, turned: Rotation) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), blocks, turned)
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class _Merger(torch.nn.Module):
+    def __init__(self, settings: _Settings) -> None:
+        super().__init__()
+        merged = settings.hidden_size * settings.spatial_merge_size**2
+        self.ln_q = RmsNorm(settings.hidden_size)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(merged, merged),
+            torch.nn.GELU(),
+            torch.nn.Linear(merged, settings.out_hidden_size),
+        )
+        self._merged = merged
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mlp(self.ln_q(x).view(-1, self._merged))
+        return out
+
+
+class _PatchEmbed(torch.nn.Module):
+    def __init__(self, settings: _Settings) -> None:
+        super().__init__()
+        patch = settings.patch_size
+        sizes = CHANNELS, settings.temporal_patch_size, patch, patch
+        self.proj = PatchProjection(settings.hidden_size, *sizes, bias=False)
+
+
+class Qwen25VLEncoder(PatchEncoder):
+    """What ``model.visual`` is in Qwen2.5-VL."""
+
+    prefixes: ClassVar[Mapping[str, str]] = {"model.visual.": "", "visual.": ""}
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        pixels: Pixels | None = None,
+        patches_per_pack: int = 65_536,
+    ) -> None:
+        super().__init__(config, pixels, patches_per_pack)
+        self._settings = settings = _Settings.of(config["vision_config"])
+        self.positions = mrope_of(config, (16, 24, 24), is_interleaved=False)
+        patch, merge = settings.patch_size, settings.spatial_merge_size
+        self._window = settings.window_size // merge // patch
+        self.shape = Encoder(
+            resizing=Resizing(
+                patch=patch, merge=merge, frames_per_patch=settings.temporal_patch_size
+            ),
+            layers=settings.depth,
+            hidden=settings.hidden_size,
+            ffn=settings.intermediate_size,
+            gated=True,
+            global_layers=len(settings.fullatt_block_indexes),
+            window_patches=(self._window * merge) ** 2,
+            row_hidden=settings.out_hidden_size,
+        )
+        self.patch_embed = _PatchEmbed(settings)
+        self.blocks = torch.nn.ModuleList(_Layer(settings) for _ in range(settings.depth))
+        self.merger = _Merger(settings)
+
+    def grid(self, item: Patches) -> RowGrid:
+        """An item's rows; those of a video are as far apart in time as its frames."""
+        found = super().grid(item)
+        if item.seconds is None:
+            return found
+        return RowGrid(found.t, found.h, found.w, self._settings.tokens_per_second * item.seconds)
+
+    def encoded(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Rows, ``[rows, hidden]``."""
+        settings, merge = self._settings, self._settings.spatial_merge_size
+        order, windows = _windows_of(grids, merge, self._window)
+        device = patches.device
+        near = Blocks([merge**2 * rows for rows in windows], device)
+        whole = Blocks(frames_of(grids), device)
+        places = places_of(grids, merge).unflatten(1, (-1, merge**2))[:, order].flatten(1)
+        there, back = order.to(device), order.argsort().to(device)
+        x = self.patch_embed.proj(patches.unflatten(0, (-1, merge**2))[there].flatten(0, 1))
+        turned = Rotation(places, settings.hidden_size // settings.num_heads, 1e4, x)
+        for number, layer in enumerate(self.blocks):
+            is_whole = number in settings.fullatt_block_indexes
+            x = layer(x, whole if is_whole else near, turned)
+        rows: torch.Tensor = self.merger(x)[back]
+        return rows
+
+
+def _windows_of(grids: Sequence[Grid], merge: int, window: int) -> tuple[torch.Tensor, list[int]]:
+    """Rows in the order of their windows, frame after frame, ``[rows]``; rows of each window."""
+    orders, counts, before = [], [], 0
+    for t, h, w in grids:
+        lines, columns = h // merge, w // merge
+        down, across = -(-lines // window), -(-columns // window)
+        line = torch.arange(lines)[:, None] // window
+        number = (line * across + torch.arange(columns) // window).flatten()
+        of_frame, sizes = number.argsort(stable=True), number.bincount(minlength=down * across)
+        for _ in range(t):
+            orders.append(before + of_frame)
+            counts += sizes.tolist()
+            before += lines * columns
+    return torch.cat(orders), counts

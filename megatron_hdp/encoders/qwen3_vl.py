@@ -1,0 +1,168 @@
+"""Qwen3-VL's encoder: learnt positions on any grid, and rows of several levels (deepstack)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from megatron_hdp.encoders.base import (
+    CHANNELS,
+    HALF_PIXELS,
+    PatchEncoder,
+    Pixels,
+    VisionSettings,
+    mrope_of,
+)
+from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of
+from megatron_hdp.encoders.layers import PatchProjection, RotaryAttention, activation_of
+from megatron_hdp.media import Encoder, Resizing
+
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings(VisionSettings):
+    depth: int = 27
+    hidden_size: int = 1152
+    hidden_act: str = "gelu_pytorch_tanh"
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    patch_size: int = 16
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    out_hidden_size: int = 3584
+    num_position_embeddings: int = 2304
+    deepstack_visual_indexes: Sequence[int] = (8, 16, 24)
+
+
+class _Mlp(torch.nn.Module):
+    def __init__(self, settings: _Settings) -> None:
+        super().__init__()
+        self.linear_fc1 = torch.nn.Linear(settings.hidden_size, settings.intermediate_size)
+        self.linear_fc2 = torch.nn.Linear(settings.intermediate_size, settings.hidden_size)
+        self._activation = activation_of(settings.hidden_act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear_fc2(self._activation(self.linear_fc1(x)))
+        return out
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, settings: _Settings) -> None:
+        super().__init__()
+        self.norm1 = torch.nn.LayerNorm(settings.hidden_size, eps=_EPSILON)
+        self.norm2 = torch.nn.LayerNorm(settings.hidden_size, eps=_EPSILON)
+        self.attn = RotaryAttention(settings.hidden_size, settings.num_heads)
+        self.mlp = _Mlp(settings)
+
+    def forward(self, x: torch.Tensor, blocks: Blocks, turned: Rotation) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), blocks, turned)
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class _Merger(torch.nn.Module):
+    """A row of neighbouring patches; normalised one by one, or as a row."""
+
+    def __init__(self, settings: _Settings, *, of_rows: bool) -> None:
+        super().__init__()
+        self._merged = merged = settings.hidden_size * settings.spatial_merge_size**2
+        self.norm = torch.nn.LayerNorm(merged if of_rows else settings.hidden_size, eps=_EPSILON)
+        self.linear_fc1 = torch.nn.Linear(merged, merged)
+        self.linear_fc2 = torch.nn.Linear(merged, settings.out_hidden_size)
+        self._of_rows = of_rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x.view(-1, self._merged) if self._of_rows else x).view(-1, self._merged)
+        out: torch.Tensor = self.linear_fc2(torch.nn.functional.gelu(self.linear_fc1(rows)))
+        return out
+
+
+class _PatchEmbed(torch.nn.Module):
+    def __init__(self, settings: _Settings) -> None:
+        super().__init__()
+        patch = settings.patch_size
+        sizes = CHANNELS, settings.temporal_patch_size, patch, patch
+        self.proj = PatchProjection(settings.hidden_size, *sizes, bias=True)
+
+
+class Qwen3VLEncoder(PatchEncoder):
+    """What ``model.visual`` is in Qwen3-VL, dense or of experts."""
+
+    prefixes: ClassVar[Mapping[str, str]] = {"model.visual.": "", "visual.": ""}
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        pixels: Pixels | None = None,
+        patches_per_pack: int = 65_536,
+    ) -> None:
+        super().__init__(config, pixels, patches_per_pack)
+        self._settings = settings = _Settings.of(config["vision_config"])
+        self.positions = mrope_of(config, (24, 20, 20), is_interleaved=True)
+        self.levels = 1 + len(settings.deepstack_visual_indexes)
+        self.shape = Encoder(
+            resizing=Resizing(
+                patch=settings.patch_size,
+                merge=settings.spatial_merge_size,
+                frames_per_patch=settings.temporal_patch_size,
+            ),
+            layers=settings.depth,
+            hidden=settings.hidden_size,
+            ffn=settings.intermediate_size,
+            projectors=self.levels,
+            row_hidden=settings.out_hidden_size,
+        )
+        self.patch_embed = _PatchEmbed(settings)
+        self.pos_embed = torch.nn.Embedding(settings.num_position_embeddings, settings.hidden_size)
+        self.blocks = torch.nn.ModuleList(_Layer(settings) for _ in range(settings.depth))
+        self.merger = _Merger(settings, of_rows=False)
+        self.deepstack_merger_list = torch.nn.ModuleList(
+            _Merger(settings, of_rows=True) for _ in settings.deepstack_visual_indexes
+        )
+
+    @staticmethod
+    def usual_pixels(config: Mapping[str, Any]) -> Pixels:
+        """Every colour from -1 to 1."""
+        return HALF_PIXELS
+
+    def encoded(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Rows, ``[rows, levels * hidden]``: those of the embedding first."""
+        settings = self._settings
+        places = places_of(grids, settings.spatial_merge_size)
+        x = self.patch_embed.proj(patches)
+        x = x + self._learnt_positions(places, grids).to(x.dtype)
+        blocks = Blocks(frames_of(grids), x.device)
+        turned = Rotation(places, settings.hidden_size // settings.num_heads, 1e4, x)
+        further = dict(
+            zip(settings.deepstack_visual_indexes, self.deepstack_merger_list, strict=True)
+        )
+        levels = []
+        for number, layer in enumerate(self.blocks):
+            x = layer(x, blocks, turned)
+            if number in further:
+                levels.append(further[number](x))
+        return torch.cat([self.merger(x), *levels], dim=1)
+
+    def _learnt_positions(self, places: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """Between the four neighbours in the learnt square, whose corners are the picture's."""
+        table = self.pos_embed.weight
+        side = round(len(table) ** 0.5)
+        counts = torch.tensor([t * h * w for t, h, w in grids])
+        sizes = torch.tensor([one[1:] for one in grids]).T.repeat_interleave(counts, dim=1)
+        at = places.float() * (side - 1) / (sizes - 1).clamp(min=1)  # [2, n]
+        below = at.floor()
+        share, below = at - below, below.long()
+        found = torch.zeros((), dtype=table.dtype, device=table.device)
+        for down in (0, 1):
+            for right in (0, 1):
+                near = (below + torch.tensor([[down], [right]])).clamp(max=side - 1)
+                weights = (share if one else 1 - share for one in (down, right))
+                weight = [w[axis] for axis, w in enumerate(weights)]
+                factor = (weight[0] * weight[1]).to(table.device, table.dtype)
+                index = (near[0] * side + near[1]).to(table.device)
+                found = found + table[index] * factor[:, None]
+        return found
