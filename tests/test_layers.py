@@ -35,6 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "data/tokenizers": {"data"},
     "data/formats": {"data"},
     "data/chat": {"data", "data/tokenizers"},
+    "data/media": {"data", "media"},
     "data/tables": {"data"},
     "data/prepare": {"data", "data/tokenizers", "data/formats", "data/chat"},
     "data/on_the_fly": {"data", "data/tokenizers", "data/formats", "data/chat", "data/prepare"},
@@ -144,7 +145,8 @@ FACES = {
     *("runtime/attention", "runtime/copies", "runtime/loss", "megatron/options", "megatron/model"),
     *("megatron/optimizer", "megatron/execution", "megatron/step", "megatron/doctor"),
     *("megatron/world", "runtime/epochs"),
-    *("data/tokenizers", "data/formats", "data/chat", "data/tables", "data/prepare"),
+    *("data/tokenizers", "data/formats", "data/chat", "data/media", "data/tables"),
+    "data/prepare",
     *("data/on_the_fly", "data/mixture", "data/steps", "data_plane/wire"),
     *("simulator/execution", "simulator/report", "cli/checking"),
 }

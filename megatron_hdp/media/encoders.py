@@ -24,8 +24,9 @@ class Limits:
 class Resizing:
     """How an encoder's processor resizes; sizes in pixels.
 
-    With `square` each picture becomes one of so many pixels a side. Else sides become multiples of
-    patch x merge, near their old ones, within the limits, as Qwen's processors do it.
+    With `square` each picture becomes one of so many pixels a side, stretched or, with `is_cropped`,
+    cropped. Else sides become multiples of patch x merge, near their old ones, within the limits, as
+    Qwen's processors do it.
     """
 
     patch: int
@@ -33,6 +34,8 @@ class Resizing:
     frames_per_patch: int = 1
     """Of a video; its last frame is repeated where it has no such multiple."""
     square: int | None = None
+    is_cropped: bool = False
+    """Whether the shorter side gets a square's pixels, and its middle is taken."""
     images: Limits = Limits(least=1, most=2**40)
     videos: Limits = Limits(least=1, most=2**40)
 
@@ -47,13 +50,27 @@ class Resizing:
         Raises:
             ValueError: a size that is none, or sides too far apart.
         """
+        sides = self.resized(height, width, num_frames)
+        if self.square is not None:
+            sides = self.square, self.square
+        items = -(-num_frames // self.frames_per_patch)
+        return math.prod(side // self.patch for side in sides), items
+
+    def resized(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+        """Return the height and width that a picture is resized to, before it is cropped.
+
+        Raises:
+            ValueError: as of `patches`.
+        """
         if min(height, width, num_frames) < 1:
             raise ValueError(
                 f"found {height} x {width} pixels and {num_frames} frames, expected 1 or more"
             )
-        items = -(-num_frames // self.frames_per_patch)
         if self.square is not None:
-            return (self.square // self.patch) ** 2, items
+            if not self.is_cropped:
+                return self.square, self.square
+            short = min(height, width)
+            return self.square * height // short, self.square * width // short
         if max(height, width) > _MOST_ASPECT * min(height, width):
             raise ValueError(
                 f"found {height} x {width} pixels, expected one side at most {_MOST_ASPECT} times "
@@ -61,11 +78,9 @@ class Resizing:
             )
         limits = self.images if num_frames == 1 else self.videos
         frames = num_frames if limits.of_all_frames else 1
-        return math.prod(
-            one // self.patch for one in self._sides(height, width, frames, limits)
-        ), items
+        return self._sides(height, width, frames, limits)
 
-    def _sides(self, height: int, width: int, frames: int, limits: Limits) -> list[int]:
+    def _sides(self, height: int, width: int, frames: int, limits: Limits) -> tuple[int, int]:
         unit = self.patch * self.merge
         if frames > 1 and min(height, width) < unit:
             scale = max(unit / height, unit / width)
@@ -74,11 +89,11 @@ class Resizing:
         whole = round(frames / self.frames_per_patch) * self.frames_per_patch if frames > 1 else 1
         if whole * math.prod(sides) > limits.most:
             shrink = math.sqrt(frames * height * width / limits.most)
-            return [max(unit, math.floor(s / shrink / unit) * unit) for s in (height, width)]
-        if whole * math.prod(sides) < limits.least:
+            sides = [max(unit, math.floor(s / shrink / unit) * unit) for s in (height, width)]
+        elif whole * math.prod(sides) < limits.least:
             grow = math.sqrt(limits.least / (frames * height * width))
-            return [math.ceil(side * grow / unit) * unit for side in (height, width)]
-        return sides
+            sides = [math.ceil(side * grow / unit) * unit for side in (height, width)]
+        return sides[0], sides[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +164,10 @@ ENCODERS = {
         window_patches=64,
     ),
     "clip-l-336": Encoder(
-        resizing=Resizing(patch=14, merge=1, square=336), layers=24, hidden=1024, ffn=4096
+        resizing=Resizing(patch=14, merge=1, square=336, is_cropped=True),
+        layers=24,
+        hidden=1024,
+        ffn=4096,
     ),
     "siglip-so400m-384": Encoder(
         resizing=Resizing(patch=14, merge=1, square=384), layers=27, hidden=1152, ffn=4304

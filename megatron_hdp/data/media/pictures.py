@@ -1,0 +1,69 @@
+"""From a picture's bytes to patches: decoded, turned upright, in colours, resized, cut up.
+
+The bits are those of the PIL processors of `transformers`, before they rescale and normalise.
+"""
+
+import io
+
+import numpy as np
+
+from megatron_hdp.arrays import AnyArray
+from megatron_hdp.data.extras import import_extra
+from megatron_hdp.data.media.sizes import MOST_PIXELS, opened
+from megatron_hdp.media import Patches, Resizing
+
+_COLOURS = 3
+
+
+def patches_of_picture(
+    raw: bytes, name: str, resizing: Resizing, *, most_pixels: int = MOST_PIXELS
+) -> Patches:
+    """Return the patches of a picture, uint8; of a file of several pictures the first one's.
+
+    What is transparent becomes white.
+
+    Args:
+        raw: the bytes of its file.
+        name: what an error calls it.
+        resizing: of the encoder.
+        most_pixels: of height x width.
+
+    Raises:
+        PictureError: it is damaged, too large, or no picture that is read here.
+        ValueError: its sides are too far apart.
+        ModuleNotFoundError: Pillow is not installed.
+    """
+    pillow = import_extra("PIL.Image", name, extra="media")
+    operations = import_extra("PIL.ImageOps", name, extra="media")
+    with opened(io.BytesIO(raw), name, most_pixels) as image:
+        image.load()
+        operations.exif_transpose(image, in_place=True)
+        colours = image
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            over = image.convert("RGBA")
+            white = pillow.new("RGBA", over.size, (255, 255, 255, 255))
+            colours = pillow.alpha_composite(white, over)
+        colours = colours.convert("RGB")
+    width, height = colours.size
+    to_height, to_width = resizing.resized(height, width)
+    resized = colours.resize((to_width, to_height), resample=pillow.Resampling.BICUBIC)
+    pixels = np.asarray(resized)
+    if resizing.square is not None:
+        pixels = _middle(pixels, resizing.square)
+    return _cut(pixels, resizing.patch, resizing.merge)
+
+
+def _middle(pixels: AnyArray, side: int) -> AnyArray:
+    """The square in the middle of a picture that is no smaller."""
+    top, left = ((size - side) // 2 for size in pixels.shape[:2])
+    return pixels[top : top + side, left : left + side]
+
+
+def _cut(pixels: AnyArray, patch: int, merge: int) -> Patches:
+    """Cut ``[height, width, colours]`` into patches; those of a row stand together."""
+    h, w = (size // patch for size in pixels.shape[:2])
+    parts = pixels[: h * patch, : w * patch].reshape(
+        h // merge, merge, patch, w // merge, merge, patch, _COLOURS
+    )
+    values = np.ascontiguousarray(parts.transpose(0, 3, 1, 4, 6, 2, 5))
+    return Patches(values.reshape(h * w, _COLOURS * patch * patch), (1, h, w))
