@@ -24,9 +24,9 @@ class Limits:
 class Resizing:
     """How an encoder's processor resizes; sizes in pixels.
 
-    With `square` each picture becomes one of so many pixels a side, stretched or, with `is_cropped`,
-    cropped. Else sides become multiples of patch x merge, near their old ones, within the limits, as
-    Qwen's processors do it.
+    With `square` each picture becomes one of so many pixels a side, stretched or cropped. Else
+    sides become multiples of patch x merge, near their old ones, within the limits, as Qwen's
+    processors do it.
     """
 
     patch: int
