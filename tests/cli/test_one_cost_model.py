@@ -136,6 +136,16 @@ def test_every_command_plans_with_the_same_costs(path, recomputed, monkeypatch):
         assert check.kv_bytes_per_token == named.kv_bytes_per_token
 
 
+@pytest.mark.parametrize("flags", [{"lora-rank": 16}, {"hdp-frozen": "*.mlp.*"}])
+def test_every_command_knows_what_is_trained(flags, monkeypatch):
+    config = CONFIGS / "bytescale/llama-7b-256k.yaml"
+    costs = costs_of(config, flags, monkeypatch)
+    assert differences(costs) == []
+    whole = costs_of(config, {}, monkeypatch)["check"]
+    assert 0.6 < costs["check"].b / whole.b < 0.95
+    assert costs["check"].a == whole.a
+
+
 def test_every_command_plans_with_the_channels_that_nccl_gives(monkeypatch, capsys):
     """On two nodes; what runs the rings in training is what is installed for the commands."""
     old, config = Nccl((2, 27, 7), False, 16), CONFIGS / "bytescale/llama-7b-256k.yaml"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_hdp.cli.checking.finding import Finding, Tried, best_of
-from megatron_hdp.cli.checking.gpus import degree_refusals, job_of
+from megatron_hdp.cli.checking.gpus import degree_refusals, job_of, training_refusals
 from megatron_hdp.cli.checking.planned_step import (
     cost_model_of,
     plan_longest,
@@ -83,7 +83,8 @@ def _examined(
 ) -> Finding:
     """Plan and memory of a run whose degrees are right."""
     job = job_of(arguments, untouched.num_gpus, vocab_size)
-    found = replace(untouched, job=job, refusals=[], stages=[], virtual_stages=[])
+    found = replace(untouched, job=job, stages=[], virtual_stages=[])
+    found.refusals = training_refusals(arguments, job.shape)
     cost_model = _plan(found, arguments, job, preset)
     measured = found.runtime_bytes or (cost_model and cost_model.runtime_bytes)
     found.job = replace(job, runtime_bytes=measured or None)

@@ -22,7 +22,10 @@ _ROWS = (
     ("runtime", "CUDA, NCCL", "{runtime}"),
 )
 
-_SIZES = ("num_layers", "hidden_size", "vocab_size", "parameters", "active_parameters")
+_SIZES = (
+    *("num_layers", "hidden_size", "vocab_size"),
+    *("parameters", "active_parameters", "trained_parameters"),
+)
 
 
 def as_json(finding: Finding) -> str:
@@ -58,9 +61,10 @@ def _headline(finding: Finding, job: Job) -> str:
     stages = f" x {job.stages} stages" if job.stages > 1 else ""
     experts = f", experts over {job.expert_ranks} ranks" if job.shape.has_experts else ""
     shape = job.shape
+    trained = "" if shape.trains_all else f", {short(shape.trained_parameters)} are trained"
     return (
         f"{short(shape.parameters)} parameters, {short(shape.active_parameters)} of them multiply "
-        f"a token; {shape.num_layers} layers, vocabulary {shape.vocab_size:,}\n"
+        f"a token{trained}; {shape.num_layers} layers, vocabulary {shape.vocab_size:,}\n"
         f"{job.num_gpus:,} GPUs: {job.hdp_ranks:,} HDP ranks x {job.tensor_ranks} tensor ranks"
         f"{stages}{experts}; {job.tokens_per_rank:,} tokens a rank, context "
         f"{finding.context_tokens:,}"

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from megatron_hdp.megatron import options
 from megatron_hdp.planner.memory import Job
+from megatron_hdp.planner.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
@@ -43,5 +44,30 @@ def degree_refusals(arguments: "TrainingArguments", num_gpus: int) -> list[str]:
             f"--expert-model-parallel-size {arguments.expert_model_parallel_size} x "
             f"--expert-tensor-parallel-size {arguments.expert_tensor_parallel_size} = "
             f"{expert_gpus}: use other degrees"
+        )
+    return refusals
+
+
+def training_refusals(arguments: "TrainingArguments", shape: ModelShape) -> list[str]:
+    """What a run would refuse of the weights that it shall train, once its model is built."""
+    refusals = []
+    names = sorted({one for layer in shape.all_layers for one in layer.linears})
+    absent = [one for one in arguments.lora_targets if one not in names]
+    if arguments.lora_rank is not None and absent:
+        refusals.append(
+            f"--lora-targets: found {' '.join(absent)}, which no layer of this model has, expected "
+            f"some of {' '.join(names)}: name those"
+        )
+    for pattern in arguments.hdp_frozen:
+        if shape.training((pattern,)).trains_all:
+            refusals.append(
+                f"--hdp-frozen: found no weight whose name matches {pattern!r}, expected names of "
+                "weights as decoder.layers.0.mlp.linear_fc1.weight: begin the pattern with * to "
+                "match in every layer"
+            )
+    if arguments.hdp_frozen and not shape.trained_parameters:
+        refusals.append(
+            f"--hdp-frozen {' '.join(arguments.hdp_frozen)}: found every weight frozen, expected "
+            "some to train: name fewer"
         )
     return refusals

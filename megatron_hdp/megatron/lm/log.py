@@ -15,8 +15,9 @@ Flops = Callable[[argparse.Namespace, int], float]
 class LmLog:
     """The steps since the latest line of Megatron's log."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, linear_share: float = 1.0) -> None:
         self._args = args  # Megatron's, validated
+        self._linear_share = linear_share  # of the linear layers' operations, with frozen weights
         self._reports: list[StepReport] = []
         self.is_writing = False
         """True while Megatron writes a line."""
@@ -54,7 +55,7 @@ class LmLog:
         steps = self._reports if self.is_writing else self._reports[-1:]
         tokens = sum(one.tokens for one in steps) / len(steps)
         squared_tokens = sum(one.squared_tokens for one in steps) / len(steps)
-        return operations(stock, self._args, tokens, squared_tokens)
+        return operations(stock, self._args, tokens, squared_tokens, self._linear_share)
 
     def write(
         self,
@@ -78,7 +79,11 @@ class LmLog:
 
 
 def operations(
-    stock: Flops, args: argparse.Namespace, tokens: float, squared_tokens: float
+    stock: Flops,
+    args: argparse.Namespace,
+    tokens: float,
+    squared_tokens: float,
+    linear_share: float = 1.0,
 ) -> float:
     """Megatron's formula for sequences of different lengths: it is ``a L + b L^2`` in the length.
 
@@ -87,6 +92,7 @@ def operations(
         args: Megatron's.
         tokens: sum of the sequences' lengths.
         squared_tokens: sum of their squares.
+        linear_share: operations of linear layers, per those that the formula counts.
     """
 
     def of_one(length: int) -> float:
@@ -95,7 +101,7 @@ def operations(
     short, long = 1024, 2048
     squared = (of_one(long) / long - of_one(short) / short) / (long - short)
     linear = of_one(short) / short - squared * short
-    return linear * tokens + squared * squared_tokens
+    return linear_share * linear * tokens + squared * squared_tokens
 
 
 def hdp_line(iteration: int, report: StepReport) -> str:

@@ -30,7 +30,7 @@ from megatron_hdp.megatron.lm.log import LmLog
 from megatron_hdp.megatron.lm.pretrain_job import PretrainJob
 from megatron_hdp.megatron.lm.validation_sets import ValidationSets
 from megatron_hdp.megatron.model import HdpRouter
-from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.options import TrainingArguments, model_shape
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step import (
     EvaluationLoss,
@@ -114,7 +114,8 @@ class LmRun:
         self.specs = split_specs(self.arguments)
         self.order = checkpoint.order_of_run(args, self.arguments)
         checkpoint.remember(self.order, args)
-        self.log = LmLog(args)
+        shape = model_shape(self.arguments, args.padded_vocab_size)
+        self.log = LmLog(args, shape.linear_share)
         self._job = job
         self.outputs = make_outputs(self.arguments)
         self._outputs: StepOutputs | None = None

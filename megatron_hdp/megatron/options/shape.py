@@ -40,6 +40,7 @@ from megatron_hdp.planner.online import speeds_in
 from megatron_hdp.planner.shape import (
     NO_ATTENTION,
     NO_MLP,
+    Adapters,
     Attention,
     Layer,
     Mlp,
@@ -75,7 +76,7 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
     behind = block_behind(arguments)
     blocks = blocks_of(arguments) or (behind,) * arguments.num_layers
     behind_has_experts = EXPERTS in behind or experts[-1]
-    return ModelShape(
+    shape = ModelShape(
         layers=tuple(map(layer, skipped, experts, windows, blocks)),
         hidden_size=arguments.hidden_size,
         vocab_size=vocab_size,
@@ -83,6 +84,10 @@ def model_shape(arguments: TrainingArguments, vocab_size: int) -> ModelShape:
         norm_bias=norm_bias,
         further=(layer(False, behind_has_experts, None, behind),) * (arguments.mtp_num_layers or 0),
     )
+    adapters = None
+    if arguments.lora_rank is not None:
+        adapters = Adapters(arguments.lora_rank, arguments.lora_targets)
+    return shape.training(arguments.hdp_frozen, adapters)
 
 
 def _attention(

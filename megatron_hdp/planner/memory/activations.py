@@ -18,6 +18,10 @@ the linear layers (``1/p`` with sequence parallelism, else 1), `h` the hidden si
   ring whose latent travels keeps no keys and values: it is counted as if it did
 - what the MLP's first layer put out, ``2 b f / p`` if gated, and the activation, ``b f / p``
 
+A linear layer keeps its input for the gradient of its weight: without one, what is kept for nothing
+else falls away (outputs of norms, of normed latents, of activations), and the rest stays, since
+gradients pass. An adapter needs that input, too, and keeps what is as wide as its rank.
+
 An expert's tokens are those of `k` experts a token, spread evenly over ranks; shared experts are an
 MLP beside them, whose gate keeps its output, too. On CPUs Megatron's
 unfused functions and PyTorch's norms keep more;
@@ -28,17 +32,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_hdp.planner.memory.job import Job
-from megatron_hdp.planner.shape import Attention, Layer, Mlp
+from megatron_hdp.planner.shape import EACH_EXPERT, EXPERTS, SPLIT, Attention, Layer, Mlp
 
 _FLOAT32, _INT64 = 4, 8
+_ATTENTION, _EXPERTS = "self_attention", f"mlp.experts{EACH_EXPERT}"
+_NORMED = (
+    tuple(f"{_ATTENTION}.linear_{one}" for one in ("qkv.", "q_proj.", "q_down", "kv_down")),
+    ("mlp.linear_fc1.", "mlp.router."),
+)
+"""Layers that take what a norm puts out."""
+_INSIDE = {
+    f"{_ATTENTION}.": "attention's adapters",
+    _EXPERTS: "experts' adapters",
+    "mlp.shared_experts.": "shared experts' adapters",
+    "mlp.": "MLP's adapters",
+}
 _THROWN_AWAY = {
     "core_attn": ("log-sum-exp",),  # the output is the next layer's input and stays
     "layernorm": ("norm statistics", "norm outputs"),
-    "mlp": ("MLP inner", "MLP activation"),
+    "mlp": ("MLP inner", "MLP activation", "MLP's adapters"),
     "moe_act": ("experts' activation",),
     "shared_experts": (
         *("shared experts' inner", "shared experts' activation"),
-        "shared experts' output, gate",
+        *("shared experts' output, gate", "shared experts' adapters"),
     ),
 }
 """What selective recomputation does not keep, by the module that makes it (Megatron's names)."""
@@ -52,15 +68,33 @@ def kept_bytes(job: Job, layer: Layer) -> dict[str, float]:
     return {
         "norm inputs": layer.num_norms * b * h * share,
         "norm statistics": layer.num_norms * _FLOAT32 * share,
-        "norm outputs": layer.num_norms * b * h * share,
-        **of_attention(job, attention),
+        "norm outputs": b * h * share * sum(layer.needs_input(*one) for one in _NORMED),
+        **of_attention(job, layer),
         "attention output": b * attention.output_size * split,
         "log-sum-exp": _log_sum_exp(layer) * split,
-    } | _kept_of_mlp(job, layer.mlp, h)
+        **_kept_of_mlp(job, layer),
+        **_kept_of_adapters(job, layer),
+    }
 
 
-def _kept_of_qkv(job: Job, attention: Attention) -> dict[str, float]:
-    b, split = job.value_bytes, 1 / job.tensor_ranks
+def _kept_of_adapters(job: Job, layer: Layer) -> dict[str, float]:
+    """What is as wide as their rank, between A and B."""
+    if layer.adapters is None:
+        return {}
+    kept = dict.fromkeys(_INSIDE.values(), 0.0)
+    for one in layer.tensors:
+        if one.name.endswith(".lora_b"):
+            # ranks that share B all have the tokens of all of them
+            share = 1.0 if one.held == SPLIT else job.token_share
+            if one.held == EXPERTS:
+                share *= job.expert_tensor_ranks
+            name = next(name for stem, name in _INSIDE.items() if one.name.startswith(stem))
+            kept[name] += job.value_bytes * one.columns * one.met * share
+    return kept
+
+
+def _kept_of_qkv(job: Job, layer: Layer) -> dict[str, float]:
+    b, split, attention = job.value_bytes, 1 / job.tensor_ranks, layer.attention
     return {
         "rotary angles": 4 * b * attention.rotary_channels,
         "projected qkv": b * (attention.query_size + attention.travelling_size) * split,
@@ -68,15 +102,20 @@ def _kept_of_qkv(job: Job, attention: Attention) -> dict[str, float]:
     }
 
 
-def _kept_of_latents(job: Job, attention: Attention) -> dict[str, float]:
-    b, share = job.value_bytes, job.token_share
-    latents = attention.q_rank + attention.kv_rank
+def _kept_of_latents(job: Job, layer: Layer) -> dict[str, float]:
+    b, share, attention = job.value_bytes, job.token_share, layer.attention
+    latents: float = attention.q_rank + attention.kv_rank
+    needs_keys = layer.needs_input(f"{_ATTENTION}.linear_kv_up_proj.")
+    needed = attention.q_rank * layer.needs_input(f"{_ATTENTION}.linear_q_up_proj.")
+    needed += attention.kv_rank * needs_keys
     # between ranks that share tokens a latent is cut off from what was projected together with it
-    beside = 0 if share < 1 else b * attention.shared_channels
+    beside = 0.0 if share < 1 else b * attention.shared_channels
+    if not attention.qk_norm:
+        latents, beside = needed, beside * needs_keys
     kept = {"latents": b * latents * share + beside}
     if attention.qk_norm:
         num_norms = 1 + (attention.q_rank > 0)
-        kept["normed latents"] = (b * latents + _FLOAT32 * num_norms) * share
+        kept["normed latents"] = (b * needed + _FLOAT32 * num_norms) * share
     return kept | {
         "rotary angles": b * attention.rotary_channels,
         "queries, keys, values": b
@@ -92,32 +131,36 @@ def _rotated(attention: Attention) -> int:
     return attention.query_size if attention.num_heads > attention.num_groups else 0
 
 
-def _kept_of_mlp(job: Job, mlp: Mlp, hidden_size: int) -> dict[str, float]:
-    b, share, split = job.value_bytes, job.token_share, 1 / job.tensor_ranks
+def _kept_of_mlp(job: Job, layer: Layer) -> dict[str, float]:
+    b, share, split, mlp = job.value_bytes, job.token_share, 1 / job.tensor_ranks, layer.mlp
     inner, width = mlp.inner_matrices, mlp.ffn_hidden_size
     if not mlp.num_experts:
-        return {"MLP inner": b * inner * width * split, "MLP activation": b * width * split}
+        activation = b * width * split * layer.needs_input("mlp.linear_fc2.")
+        return {"MLP inner": b * inner * width * split, "MLP activation": activation}
     tokens = mlp.experts_per_token * share
+    inputs = tokens * b * layer.hidden_size * layer.needs_input(f"{_EXPERTS}linear_fc1.")
     return {
         "router": _router_bytes(job, mlp) * share,
         # an expert's tensor ranks all get the tokens of all of them, and their weights
-        "experts' inputs": tokens * b * hidden_size * job.expert_tensor_ranks,
+        "experts' inputs": inputs * job.expert_tensor_ranks,
         "experts' weights": tokens * _router_value(job, mlp) * job.expert_tensor_ranks,
         "experts' inner": tokens * b * inner * width,
-        "experts' activation": tokens * b * width,
-    } | _kept_of_shared_experts(job, mlp, hidden_size)
+        "experts' activation": tokens * b * width * layer.needs_input(f"{_EXPERTS}linear_fc2."),
+    } | _kept_of_shared_experts(job, layer)
 
 
-def _kept_of_shared_experts(job: Job, mlp: Mlp, hidden_size: int) -> dict[str, float]:
-    b, width = job.value_bytes, mlp.shared_ffn_hidden_size / job.tensor_ranks
-    if not mlp.shared_ffn_hidden_size:
+def _kept_of_shared_experts(job: Job, layer: Layer) -> dict[str, float]:
+    b, mlp = job.value_bytes, layer.mlp
+    width = mlp.shared_ffn_hidden_size / job.tensor_ranks
+    if not width:
         return {}
+    activation = b * width * layer.needs_input("mlp.shared_experts.linear_fc2.")
     kept = {
         "shared experts' inner": b * mlp.inner_matrices * width,
-        "shared experts' activation": b * width,
+        "shared experts' activation": activation,
     }
     if mlp.shared_gate:
-        kept["shared experts' output, gate"] = b * (hidden_size + 1) * job.token_share
+        kept["shared experts' output, gate"] = b * (layer.hidden_size + 1) * job.token_share
     return kept
 
 

@@ -21,7 +21,7 @@ from megatron_hdp.planner.memory.activations import (
     second_stream_kept_of_part,
 )
 from megatron_hdp.planner.memory.job import Job
-from megatron_hdp.planner.shape import Layer, Weights
+from megatron_hdp.planner.shape import EXPERTS, SPLIT, WHOLE, Layer, Weights
 
 _LIBRARIES_BYTES, _COMMUNICATOR_BYTES = 2e9, 0.4e9  # assumed, see `runtime_bytes`
 
@@ -129,15 +129,18 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
     shape, parts = job.shape, job.parts[stage :: job.stages]
     layers = [layer for part in parts for layer in part]
     embedding = shape.embedding / job.tensor_ranks
-    further = shape.further_weights if last else Weights()
-    of_layers = sum((layer.weights for layer in layers), further)
-    dense = of_layers.split / job.tensor_ranks + of_layers.whole + (embedding if first else 0)
-    if last and not (shape.tied_embeddings and job.stages == 1):
-        dense += embedding
+    has_output = last and not (shape.tied_embeddings and job.stages == 1)
+    embeddings = first + (last and bool(shape.further) and job.stages > 1)
+    of_layers = sum((layer.weights for layer in layers), Weights())
+    trained_of_layers = sum((layer.trained_weights for layer in layers), Weights())
     if last:
-        dense += shape.last_norm + (embedding if shape.further and job.stages > 1 else 0)
-    experts = of_layers.experts / job.expert_ranks / job.expert_tensor_ranks
-    weights, b = dense + experts, job.value_bytes
+        of_layers += shape.further_weights + Weights(whole=shape.last_norm)
+        trained_of_layers += shape.trained_further_weights + shape.trained_last_norm
+    dense, experts = _on_a_gpu(job, of_layers)
+    dense += embedding * (embeddings + has_output)
+    trained, trained_experts = _on_a_gpu(job, trained_of_layers)
+    trained += embedding * (embeddings * shape.trains_embedding + has_output * shape.trains_output)
+    b = job.value_bytes
     beside = job.most_alive(stage, [second_stream_kept_of_part(job, part) for part in parts])
     of_keys = [keys_of_part(job, part) for part in parts]
     if last:
@@ -145,9 +148,9 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
     at_work = {*layers, *(shape.further if last else ())}  # without layers none is
     return StageMemory(
         stage=stage,
-        weights=b * weights,
-        gradients=_GRADIENT * weights,
-        optimizer=_optimizer_bytes(job, dense, experts),
+        weights=b * (dense + experts),
+        gradients=_GRADIENT * (trained + trained_experts),
+        optimizer=_optimizer_bytes(job, trained, trained_experts),
         activations=waiting_activations(job, stage) * job.tokens_per_rank
         + (kept_of_further(job) * tokens if last else 0.0),
         keys=job.most_alive(stage, of_keys) * tokens,
@@ -165,6 +168,12 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
         loss=_loss_bytes(job, tokens, embedding) if last else 0.0,
         runtime=runtime_bytes(job),
     )
+
+
+def _on_a_gpu(job: Job, weights: Weights) -> tuple[float, float]:
+    """Of these what a GPU holds: what is no expert's, and experts'."""
+    experts = weights.experts / job.expert_ranks / job.expert_tensor_ranks
+    return weights.split / job.tensor_ranks + weights.whole, experts
 
 
 def _ring_bytes(job: Job, layer: Layer, tokens: int) -> float:
@@ -228,12 +237,12 @@ def copies_bytes(num_bytes: float) -> float:
 
 
 def _largest_matrix(job: Job, layer: Layer) -> float:
-    mlp = layer.mlp
-    inner = mlp.inner_matrices * layer.hidden_size
-    if not mlp.num_experts:
-        return inner * mlp.ffn_hidden_size / job.tensor_ranks
-    expert = mlp.ffn_hidden_size / job.expert_tensor_ranks
-    return inner * max(expert, mlp.shared_ffn_hidden_size / job.tensor_ranks)
+    """Parameters on a GPU of the largest one that is trained, of one expert where it is of many."""
+    split = {SPLIT: job.tensor_ranks, EXPERTS: job.expert_tensor_ranks, WHOLE: 1}
+    sizes = (
+        one.rows * one.columns / split[one.held] for one in layer.tensors if layer.trained(one)
+    )
+    return max(sizes, default=0.0)
 
 
 def _loss_bytes(job: Job, tokens: int, weights: float) -> float:
@@ -247,4 +256,5 @@ def _loss_bytes(job: Job, tokens: int, weights: float) -> float:
     logits = b * job.shape.vocab_size / job.tensor_ranks * tokens
     if job.fused_loss:
         return hidden + min(_LOGITS_BYTES, logits)
-    return hidden + logits * (1 + 2 * _GRADIENT / b) + b * weights  # and two in float32
+    of_weights = b * weights * job.shape.trains_output
+    return hidden + logits * (1 + 2 * _GRADIENT / b) + of_weights  # and two in float32

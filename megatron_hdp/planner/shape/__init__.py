@@ -9,7 +9,6 @@ from megatron_hdp.planner.shape.layers import (
     Layer,
     Mlp,
     Router,
-    Weights,
     seen_in_window,
 )
 from megatron_hdp.planner.shape.model import ModelShape
@@ -19,12 +18,18 @@ from megatron_hdp.planner.shape.named import (
     Model,
     model_of,
 )
+from megatron_hdp.planner.shape.tensors import EACH_EXPERT, EXPERTS, SPLIT, WHOLE, Adapters, Weights
 
 __all__ = [
     "BYTES_PER_VALUE",
+    "EACH_EXPERT",
+    "EXPERTS",
     "MODELS",
     "NO_ATTENTION",
     "NO_MLP",
+    "SPLIT",
+    "WHOLE",
+    "Adapters",
     "Attention",
     "Layer",
     "Mlp",

@@ -2,7 +2,8 @@
 
 The latent is much smaller, and every member makes keys and values of it anew: it projects what
 arrives in forward, and once more in backward, where the projection has gradients of its own too.
-So a hop costs four such projections of its tokens, forward and backward, in place of traffic.
+So a hop costs four such projections of its tokens, forward and backward, in place of traffic; three
+where the projection is frozen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_hdp.planner.bounds import (
 )
 from megatron_hdp.planner.cost_model import CostModel
 
-_PROJECTIONS_OF_A_HOP = 4  # forward; in backward once more, gradient of the input, of the weights
+_PROJECTIONS_OF_A_HOP = 3  # forward; in backward once more, and the gradient of the input
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class RingWays:
         kv_bytes_per_token: float,
         latent_bytes_per_token: float,
         projection_share: float,
+        trained_share: float = 1.0,
     ) -> Self:
         """The two ways.
 
@@ -52,17 +54,19 @@ class RingWays:
             latent_bytes_per_token: of the latent, which each tensor-parallel rank sends whole.
             projection_share: parameters that make keys and values of the latent, as a share of
                 all that multiply a token and are no experts'.
+            trained_share: of them, those whose gradient is made.
         """
-        # a token's pass through all of them, forward, is a third of what they cost in all
-        one_projection_s = cost_model.b * projection_share / 3
+        # a token's pass through all of them, forward, is a third of what they cost trained
+        of_a_hop = _PROJECTIONS_OF_A_HOP + trained_share
+        projections_s = of_a_hop * cost_model.b * projection_share / 3
         return cls(
             kv=replace(cost_model, kv_bytes_per_token=kv_bytes_per_token),
             latent=replace(
                 cost_model,
                 kv_bytes_per_token=latent_bytes_per_token,
                 query_ratio=cost_model.query_ratio * kv_bytes_per_token / latent_bytes_per_token,
-                merge_b=cost_model.merge_b + _PROJECTIONS_OF_A_HOP * one_projection_s,
-                projection_b=_PROJECTIONS_OF_A_HOP * one_projection_s,
+                merge_b=cost_model.merge_b + projections_s,
+                projection_b=projections_s,
             ),
         )
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner.query_ratio import query_ratio_of
-from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp, Weights
+from megatron_hdp.planner.shape.layers import Attention, Layer, Mlp
+from megatron_hdp.planner.shape.tensors import (
+    Adapters,
+    Tensor,
+    Weights,
+    matched,
+    matrix,
+    norm,
+    stored,
+)
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings", "output_layer"
+_LAST_NORM = "decoder.final_layernorm"
+_INSIDE = ("transformer_layer.", "mtp_model_layer.")  # of MTP's layers, as releases call them
+_SAVED = 1 / 3  # of a product's FLOP, by a weight without a gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +43,8 @@ class ModelShape:
     further: tuple[Layer, ...] = ()
     """Layers that predict tokens behind the next one, on the last stage. Each has a projection
     ``[2 h, h]`` and three norms besides, and takes the embedding and the output layer once more."""
+    frozen: frozenset[str] = frozenset()
+    """Names of tensors outside of layers that are not trained."""
 
     @classmethod
     def uniform(
@@ -68,6 +85,74 @@ class ModelShape:
             tied_embeddings=tied_embeddings,
         )
 
+    def training(self, frozen: Sequence[str], adapters: Adapters | None = None) -> Self:
+        """The model of which some weights are frozen, or all but adapters.
+
+        Args:
+            frozen: patterns of the weights' names, as a shell's; layers are numbered from 0.
+            adapters: what is trained alone, if given.
+        """
+        patterns = ("*",) if adapters is not None else tuple(frozen)
+        if not patterns:
+            return self
+
+        def of(layer: Layer, prefixes: Sequence[str]) -> Layer:
+            shares = {one.name: matched(one, prefixes, patterns) for one in layer.tensors}
+            some = frozenset((name, share) for name, share in shares.items() if share)
+            return replace(layer, frozen=some, adapters=adapters)
+
+        return replace(
+            self,
+            layers=tuple(of(one, (f"decoder.layers.{i}.",)) for i, one in enumerate(self.layers)),
+            further=tuple(
+                of(one, [_beside(i) + name for name in _INSIDE])
+                for i, one in enumerate(self.further)
+            ),
+            frozen=frozenset(one.name for one in self._outside if matched(one, ("",), patterns)),
+        )
+
+    @property
+    def _outside(self) -> tuple[Tensor, ...]:
+        """Parameters of no layer; a tied output layer is the embedding."""
+        h, biased = self.hidden_size, self.norm_bias
+        found = [*matrix(_EMBEDDING, self.vocab_size, h)]
+        if not self.tied_embeddings:
+            found += matrix(_OUTPUT, self.vocab_size, h)
+        found += norm(_LAST_NORM, h, bias=biased)
+        return (*found, *(one for i in range(len(self.further)) for one in self._projecting(i)))
+
+    def _projecting(self, depth: int) -> tuple[Tensor, ...]:
+        """What a layer of further tokens has beside the layer."""
+        h, stem = self.hidden_size, _beside(depth)
+        names = ("enorm", "hnorm", "final_layernorm")
+        norms = (one for name in names for one in norm(stem + name, h, bias=self.norm_bias))
+        return (*matrix(f"{stem}eh_proj", h, 2 * h), *norms)
+
+    def trained(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Of tensors outside of layers, those that are trained."""
+        return tuple(one for one in tensors if one.name not in self.frozen)
+
+    @property
+    def trained_last_norm(self) -> Weights:
+        """Of `last_norm`, what is trained."""
+        return stored(self.trained(norm(_LAST_NORM, self.hidden_size, bias=self.norm_bias)))
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the embedding is trained."""
+        return f"{_EMBEDDING}.weight" not in self.frozen
+
+    @property
+    def trains_output(self) -> bool:
+        """Whether the output layer is trained."""
+        name = _EMBEDDING if self.tied_embeddings else _OUTPUT
+        return f"{name}.weight" not in self.frozen
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether no weight is frozen."""
+        return not self.frozen and not any(layer.frozen for layer in self.all_layers)
+
     @property
     def num_layers(self) -> int:
         """Transformer layers."""
@@ -94,14 +179,14 @@ class ModelShape:
         return self.hidden_size * (1 + self.norm_bias)
 
     @property
-    def parameters(self) -> int:
+    def parameters(self) -> float:
         """All parameters, each once."""
-        layers = sum((layer.weights for layer in self.layers), self.further_weights).total
-        return layers + self.last_norm + self.embedding * (1 if self.tied_embeddings else 2)
+        layers = (layer.weights for layer in self.all_layers)
+        return sum(layers, stored(self._outside)).total
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that multiply a token in a forward pass, each at 6 FLOP forward and backward.
+        """Parameters that multiply a token in a forward pass.
 
         Those of the layers, of the experts that the token visits only, and of the output layer. An
         embedding is looked up and not multiplied.
@@ -109,6 +194,39 @@ class ModelShape:
         projections = len(self.further) * self.projection
         layers = sum(layer.matrices for layer in self.all_layers)
         return layers + projections + self.output_parameters
+
+    @property
+    def worked_parameters(self) -> float:
+        """As many trained ones as cost what those do: each 6 FLOP a token, forward and backward.
+
+        A frozen one costs 4: its own gradient is not made. What goes into a layer has a gradient,
+        also where nothing before it is trained.
+        """
+        frozen = sum(one.frozen_dense_matrices for one in self.all_layers)
+        if not self.trains_output:
+            frozen += self.output_parameters
+        beside = (one for i in range(len(self.further)) for one in self._projecting(i))
+        frozen += sum(one.products for one in beside if one.name in self.frozen)
+        return self.active_parameters - _SAVED * frozen - self._saved_by_experts
+
+    @property
+    def linear_share(self) -> float:
+        """FLOP of a token's products, per those of the model with all its weights trained."""
+        whole = replace(
+            self,
+            layers=tuple(replace(one, adapters=None) for one in self.layers),
+            further=tuple(replace(one, adapters=None) for one in self.further),
+        )
+        return self.worked_parameters / whole.active_parameters
+
+    @property
+    def worked_expert_parameters(self) -> float:
+        """Those of them that are experts'."""
+        return self.expert_parameters - self._saved_by_experts
+
+    @property
+    def _saved_by_experts(self) -> float:
+        return _SAVED * sum(one.frozen_expert_matrices for one in self.all_layers)
 
     @property
     def output_parameters(self) -> int:
@@ -123,8 +241,22 @@ class ModelShape:
     @property
     def further_weights(self) -> Weights:
         """Parameters of the layers of further tokens."""
-        each = Weights(split=self.projection, whole=3 * self.last_norm)
-        return sum((layer.weights + each for layer in self.further), Weights())
+        each = (one for i in range(len(self.further)) for one in self._projecting(i))
+        return sum((layer.weights for layer in self.further), stored(each))
+
+    @property
+    def trained_further_weights(self) -> Weights:
+        """Those of them that are trained."""
+        each = (one for i in range(len(self.further)) for one in self._projecting(i))
+        layers = (layer.trained_weights for layer in self.further)
+        return sum(layers, stored(self.trained(each)))
+
+    @property
+    def trained_parameters(self) -> float:
+        """All parameters that are trained, each once."""
+        layers = sum((layer.trained_weights for layer in self.layers), Weights())
+        further = sum((layer.trained_weights for layer in self.further), Weights())
+        return (layers + further + stored(self.trained(self._outside))).total
 
     @property
     def expert_parameters(self) -> int:
@@ -172,7 +304,7 @@ class ModelShape:
         seen = squared_tokens if seen_in_window is None else seen_in_window
         share = self.window_share
         attention = (1 - share) * squared_tokens + share * seen
-        return 6.0 * (self.active_parameters * tokens + self.attention_width * attention)
+        return 6.0 * (self.worked_parameters * tokens + self.attention_width * attention)
 
     @property
     def travelling_size(self) -> int:
@@ -220,3 +352,8 @@ class ModelShape:
     def sent_to_experts(self) -> int:
         """Values of a token that go to its experts in a forward pass, in all layers."""
         return sum(layer.sent_to_experts for layer in self.all_layers)
+
+
+def _beside(depth: int) -> str:
+    """Before names of what a layer of further tokens holds."""
+    return f"mtp.layers.{depth}."

@@ -11,7 +11,8 @@ from megatron_hdp.planner.stages.split import StageSplit
 
 _PER_PARAMETER = 6.0  # FLOP of a token, forward and backward
 _PER_PAIR = 6.0  # of a channel of attention, causal: half of all pairs, two products
-_AGAIN = 1 / 3  # a forward's share of forward and backward
+_AGAIN = 1 / 3  # a forward's share of forward and backward, of what is trained
+_SAVED = 1 / 3  # of a frozen parameter's FLOP: it has no gradient
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class LayerCosts:
         """Those of a model whose sequences have `tokens` tokens each.
 
         The output layer is ``6 hidden vocabulary`` FLOP a token, a layer 6 for each parameter that
-        a token meets and ``6 attention-channels tokens`` for causal attention, in a window less.
+        a token meets (4 for a frozen one) and ``6 attention-channels tokens`` for causal attention,
+        in a window less.
         With recomputation the forward of what is recomputed counts twice: attention and MLP among
         the modules of ``selective``, the layer of ``full`` (in method ``block``, too, whose layers
         at the end of a stage are not recomputed).
@@ -52,15 +54,17 @@ class LayerCosts:
         attention = 1 + _AGAIN if recompute == "full" or "core_attn" in modules else 1
 
         def of(layer: Layer) -> float:
-            again = _AGAIN * layer.mlp.recomputed_matrices(layer.hidden_size, modules)
-            products = _PER_PARAMETER * (linear * layer.matrices + again)
+            again = _AGAIN * layer.recomputed_matrices(modules)
+            saved = _SAVED * (layer.frozen_dense_matrices + layer.frozen_expert_matrices)
+            products = _PER_PARAMETER * (linear * layer.matrices + again - saved)
             seen = layer.attention.seen(tokens) / tokens
             return products + attention * _PER_PAIR * layer.attention.width * seen
 
-        beside = _PER_PARAMETER * (linear * shape.projection + shape.embedding)
+        output = _PER_PARAMETER * shape.embedding * (1 if shape.trains_output else 1 - _SAVED)
+        beside = _PER_PARAMETER * linear * shape.projection + output
         return cls(
             tuple(map(of, shape.layers)),
-            _PER_PARAMETER * shape.embedding,
+            output,
             sum(of(layer) + beside for layer in shape.further),
         )
 

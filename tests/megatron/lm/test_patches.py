@@ -73,6 +73,8 @@ def test_operations_of_different_lengths():
     squares = sum(length**2 for length in lengths)
     assert operations(stock, args, sum(lengths), squares) == pytest.approx(expected, rel=1e-12)
     assert args.seq_length == 256
+    frozen = operations(stock, args, sum(lengths), squares, linear_share=2 / 3)
+    assert expected - frozen == pytest.approx(100 * sum(lengths) / 3, rel=1e-9)
 
 
 def _adapt_on_a_rank(fused_loss):
