@@ -105,7 +105,7 @@ def test_a_frozen_projection_makes_hops_of_latents_cheaper():
         for of in (
             model,
             model.training(up),
-            model.training((), Adapters(1, ("linear_kv_up_proj",))),
+            model.training((), adapters),
         )
     }
     trained, frozen, adapted = found.values()
