@@ -68,7 +68,7 @@ ROOMS: dict[str, set[str]] = {
     "megatron/options": {"planner"},
     "megatron/cpu": set(),
     "megatron": {"planner", "data", "runtime", "megatron/options", "megatron/cpu"},
-    "megatron/model": {"megatron", "megatron/options", "runtime"},
+    "megatron/model": {"megatron", "megatron/options", "media", "runtime"},
     "megatron/optimizer": {
         *{"megatron", "megatron/options", "megatron/model", "planner", "runtime"},
     },

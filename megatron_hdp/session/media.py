@@ -8,7 +8,7 @@ stay sums over items, so they are those of one rank that encoded all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,18 +20,30 @@ import torch.distributed as dist
 
 from megatron_hdp.arrays import BoolArray, Int32Array, Int64Array
 from megatron_hdp.data.steps import PlanSettings, RankMicroBatch, Reader, read_micro_batch
-from megatron_hdp.media import ItemBatch, ItemCostModel, ItemPlan, plan_items
+from megatron_hdp.media import (
+    ItemBatch,
+    ItemCostModel,
+    ItemPlan,
+    RowGrid,
+    plan_items,
+    row_positions,
+)
 from megatron_hdp.media.rows import RowExchange, row_exchange, rows_of_tokens
-from megatron_hdp.megatron.model import FIRST_MARK, rows_for_marks
+from megatron_hdp.megatron.model import FIRST_MARK, require_layers, rows_for_marks, turn_by_axes
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import on_every_rank
-from megatron_hdp.session.batch import CheckedBatch, shares_of
+from megatron_hdp.session.batch import CheckedBatch, MediaItem, shares_of
 
 
 class MediaEncoder(Protocol):
-    """A torch module that makes rows of items; the same weights on every rank of the job."""
+    """A torch module that makes rows of items; the same weights on every rank of the job.
+
+    It may have more, as `encoders.PatchEncoder` has: ``levels``, how many times the hidden size
+    its rows are wide, the levels behind the first being added behind decoder layers (deepstack);
+    and ``positions``, an `MRope` by which its rows, of a ``grid(item)``, turn queries and keys.
+    """
 
     cost: ItemCostModel
     """By which items are planned."""
@@ -49,7 +61,7 @@ class MediaEncoder(Protocol):
         ...
 
     def __call__(self, items: Sequence[Any]) -> torch.Tensor:
-        """Rows of items, one behind another, ``[rows, hidden]``.
+        """Rows of items, one behind another, ``[rows, levels * hidden]``.
 
         Each must depend on its own item alone, and on nothing that is drawn.
         """
@@ -72,15 +84,22 @@ class SessionMedia:
         """Every rank of the job must call this.
 
         Raises:
-            ValueError: ranks of the job lie in another order than Megatron's.
+            ValueError: ranks of the job lie in another order than Megatron's, or the model has no
+                layers or no frequencies for the encoder's rows.
         """
         self.encoder, self.place, self.chunks = encoder, place, chunks
         self.is_sharded, self.hidden = arguments.sequence_parallel, arguments.hidden_size
         self.balance, self._settings = balance, settings
         self.dtype = _dtype_of(encoder)
+        self.levels: int = getattr(encoder, "levels", 1)
         self._reader = replace(reader, reads_tokens=False, reads_mask=False)
         self._rank = dist.get_rank()
-        on_every_rank(self._require_order, compute_device())
+        on_every_rank(self._require_model, compute_device())
+
+    @property
+    def width(self) -> int:
+        """Of a row: all of its levels."""
+        return self.levels * self.hidden
 
     def prepare(self, batch: CheckedBatch, plan: Plan) -> None:
         """Finds what this rank does with a batch's items; communicates nothing."""
@@ -139,8 +158,12 @@ class SessionMedia:
         """The rank of the job on the first stage."""
         return tensor_rank + self.place.num_tensor_ranks * hdp_rank
 
-    def _require_order(self) -> None:
+    def _require_model(self) -> None:
         place = self.place
+        for chunk in self.chunks:
+            turn_by_axes(chunk, getattr(self.encoder, "positions", None))
+        if place.is_first_stage:
+            require_layers(self.chunks[0], self.levels - 1)
         found = self._rank_at(place.hdp_rank + place.num_hdp_ranks * place.stage, place.tensor_rank)
         if found != self._rank:
             raise ValueError(
@@ -158,6 +181,8 @@ class BatchMedia:
     """Rows of each, ``[items]``."""
     row_of_token: Int64Array
     """Of each of the batch's tokens; -1 where it is one, ``[tokens]``."""
+    runs: Mapping[int, Sequence[int | RowGrid]]
+    """By sequence with items, where positions have three axes: tokens of text and items."""
 
     @classmethod
     def of(cls, batch: CheckedBatch, encoder: MediaEncoder) -> BatchMedia:
@@ -190,7 +215,8 @@ class BatchMedia:
         starts = np.array(places, dtype=np.int64)
         found = rows_of_tokens(len(batch.token_ids), starts, of_each)
         batch.loss_mask[found >= 0] = False
-        return cls([one.data for one in batch.media], of_each, found)
+        runs = {} if getattr(encoder, "positions", None) is None else _runs_of(batch, encoder)
+        return cls([one.data for one in batch.media], of_each, found, runs)
 
     @property
     def num_rows(self) -> int:
@@ -214,6 +240,20 @@ class BatchMedia:
         places = np.where(is_there, batch.offsets[ids] + micro_batch.positions, 0)
         return np.where(is_there, self.row_of_token[places], -1)
 
+    def with_positions(self, micro_batch: RankMicroBatch) -> RankMicroBatch:
+        """The micro-batch, its tokens' positions on three axes where it has items' sequences."""
+        ids = micro_batch.sequence_ids
+        if self.runs.keys().isdisjoint(ids):
+            return micro_batch
+        found = np.tile(micro_batch.positions, (3, 1))
+        for place, i in enumerate(ids):
+            if i in self.runs:
+                of_sequence = row_positions(self.runs[i])
+                here = micro_batch.sequence_index == place
+                here &= micro_batch.positions < of_sequence.shape[1]
+                found[:, here] = of_sequence[:, micro_batch.positions[here]]
+        return replace(micro_batch, axis_positions=found.ravel())
+
 
 @dataclass(frozen=True)
 class StepMedia:
@@ -231,8 +271,10 @@ class StepMedia:
     @contextmanager
     def rows_in_place(
         self, micro_batches: Sequence[RankMicroBatch], divisor: float, forward_only: bool
-    ) -> Iterator[None]:
+    ) -> Iterator[tuple[RankMicroBatch, ...]]:
         """Within it embeddings of items' tokens are their rows; behind it gradients are back.
+
+        Yields the micro-batches that are to run.
 
         Every rank must enter it, with micro-batches that have just been read.
 
@@ -246,39 +288,43 @@ class StepMedia:
         device = compute_device()
         made = on_every_rank(self._encoded, device)
         rows = self._sent(made, self.exchange.send, self.exchange.receive, is_back=False)
-        rows.requires_grad_(learns)
+        levels = [one.contiguous().requires_grad_(learns) for one in self._levels_of(rows)]
+        placed = tuple(self.media.with_positions(one) for one in micro_batches)
         if not self.session.place.is_first_stage:
-            yield
+            yield placed
         else:
-            for one in micro_batches:
+            for one in placed:
                 self._mark(one)
             sharded = self.session.place if self.session.is_sharded else None
-            with rows_for_marks(self.session.chunks[0], rows, sharded):
-                yield
+            with rows_for_marks(self.session.chunks[0], levels, sharded):
+                yield placed
         if not learns:
             return
-        gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
+        found = [torch.zeros_like(one) if one.grad is None else one.grad for one in levels]
+        gradient = torch.cat(found, dim=1)
         if not self.session.is_sharded and self.session.place.tensor_rank > 0:
             gradient = torch.zeros_like(gradient)  # the same as the first tensor rank's
         of_made = self._sent(gradient, self.exchange.receive, self.exchange.send, is_back=True)
         on_every_rank(lambda: self._differentiate(made, of_made), device)
         for weight in weights:
-            found = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(found)
-            weight.grad = found / divisor
+            summed = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(summed)
+            weight.grad = summed / divisor
+
+    def _levels_of(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        found: Sequence[torch.Tensor] = rows.split(self.session.hidden, dim=1)
+        return found
 
     def _encoded(self) -> torch.Tensor:
         with torch.no_grad():
             found = [self._pack(pack) for pack in self.packs]
         if found:
             return torch.cat(found)
-        return torch.zeros(
-            0, self.session.hidden, dtype=self.session.dtype, device=compute_device()
-        )
+        return torch.zeros(0, self.session.width, dtype=self.session.dtype, device=compute_device())
 
     def _pack(self, pack: list[int]) -> torch.Tensor:
         rows = self.session.encoder([self.media.items[item] for item in pack])
-        expected = (int(self.media.counts[pack].sum()), self.session.hidden)
+        expected = (int(self.media.counts[pack].sum()), self.session.width)
         if tuple(rows.shape) != expected or rows.dtype != self.session.dtype:
             raise ValueError(
                 f"found rows of shape {tuple(rows.shape)} and {rows.dtype} from the encoder for "
@@ -348,16 +394,19 @@ def with_items(batch: CheckedBatch, media: SessionMedia | None) -> CheckedBatch:
 @contextmanager
 def rows_in_place(
     batch: CheckedBatch,
-    micro_batches: Sequence[RankMicroBatch],
+    micro_batches: tuple[RankMicroBatch, ...],
     divisor: float,
     forward_only: bool,
-) -> Iterator[None]:
-    """Within it the model sees the rows of a batch's items; nothing, where it has none."""
+) -> Iterator[tuple[RankMicroBatch, ...]]:
+    """Within it the model sees the rows of a batch's items; nothing, where it has none.
+
+    Yields the micro-batches that are to run.
+    """
     if batch.step_media is None:
-        yield
+        yield micro_batches
         return
-    with batch.step_media.rows_in_place(micro_batches, divisor, forward_only):
-        yield
+    with batch.step_media.rows_in_place(micro_batches, divisor, forward_only) as placed:
+        yield placed
 
 
 def _dtype_of(encoder: MediaEncoder) -> torch.dtype:
@@ -365,6 +414,26 @@ def _dtype_of(encoder: MediaEncoder) -> torch.dtype:
     for weight in encoder.parameters():
         return weight.dtype
     raise ValueError("found an encoder without weights, expected some: they say its rows' type")
+
+
+def _runs_of(batch: CheckedBatch, encoder: Any) -> dict[int, list[int | RowGrid]]:
+    """Text and items of each sequence that has items, in the order of its tokens."""
+    of_sequence: dict[int, list[MediaItem]] = {}
+    for one in batch.media:
+        of_sequence.setdefault(one.sequence, []).append(one)
+    found: dict[int, list[int | RowGrid]] = {}
+    for i, items in of_sequence.items():
+        runs, at = found.setdefault(i, []), 0
+        for one in sorted(items, key=lambda item: item.start):
+            runs += [one.start - at, grid := encoder.grid(one.data)]
+            at = one.start + grid.num_rows
+            if (rows := encoder.patches(one.data) // encoder.patches_per_row) != grid.num_rows:
+                raise ValueError(
+                    f"found an item of sequence {i} with a grid of {grid.t} x {grid.h} x {grid.w} "
+                    f"rows, expected {rows} by its patches: the encoder's grid counts rows"
+                )
+        runs.append(int(batch.lengths[i]) - at)
+    return found
 
 
 def _packs_of(items: ItemPlan, rank: int) -> list[list[int]]:

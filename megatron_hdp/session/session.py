@@ -488,7 +488,7 @@ class HdpSession:
         )
         with (
             in_mode(self.chunks, training=not forward_only),
-            rows_in_place(checked, micro_batches, divisor, forward_only),
+            rows_in_place(checked, micro_batches, divisor, forward_only) as micro_batches,
         ):
             outcome = self._executor.run(
                 micro_batches,

@@ -12,8 +12,17 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model.initialisation import global_parameters
 from megatron_hdp.session import MediaItem
 from tests.support import gradients
+from tests.support.family_media import (
+    GRIDS_OF,
+    ITEMS_OF,
+    PROJECTORS,
+    Levels,
+    family_encoder,
+    turn,
+)
 from tests.support.gradients import largest_error, whole_gradients
 from tests.support.own_loop import HIDDEN, batch_of, plan_of, session_of
+from tests.support.vision_models import drawn_patches
 
 CHANNELS, PER_ROW = 6, 4
 ITEMS = ((2, 0, 3), (3, 10, 40), (3, 60, 1), (4, 63, 1), (5, 5, 25), (7, 1, 90), (7, 120, 80))
@@ -70,47 +79,72 @@ def batch_with_items(items=ITEMS):
 
 
 def encoder_gradients(encoder):
-    """By name."""
-    return {f"encoder.{name}": one.grad for name, one in encoder.named_parameters()}
+    """By name, of what is trained."""
+    weights = dict(encoder.named_parameters())
+    return {f"encoder.{name}": one.grad for name, one in weights.items() if one.requires_grad}
 
 
 @gradients.seldom_compiled
-def errors_of(arguments, seeds=(None, 0), *faults, balance="step", trained=("model", "encoder")):
-    """Body of a rank: the largest error of each plan, on the first rank; calls of the encoder."""
+def errors_of(
+    arguments, seeds=(None, 0), *faults, balance="step", trained=("model", "encoder"), family=None
+):
+    """Body of a rank: the largest error of each plan, on the first rank; calls of the encoder.
+
+    Args:
+        arguments: of the run.
+        seeds: of plans.
+        faults: to plant.
+        balance: who encodes what.
+        trained: a projector may be trained without its encoder, or the other way round.
+        family: of a model of pictures and text, whose encoder and items are taken.
+    """
     parallel.initialise(arguments)
-    batch, found = batch_with_items(), {}
-    encoder = Encoder()
-    encoder.requires_grad_("encoder" in trained)
+    encoder, batch = made(family)
+    found, calls = {}, []
+    encoder.register_forward_pre_hook(
+        lambda module, given: calls.append([module.patches(one) for one in given[0]])
+    )
+    for name, weight in encoder.named_parameters():
+        kind = "projector" if family and name.startswith(PROJECTORS) else "encoder"
+        weight.requires_grad_(kind in trained)
     with ExitStack() as planted:
         for target, replacement in faults:
             planted.enter_context(mock.patch(target, replacement))
         session = session_of(arguments)
         session.attach_encoder(encoder, balance=balance)
         for seed in seeds:
-            encoder.calls.clear()
+            calls.clear()
             report = session.step(batch, plan=plan_of(session, batch, seed))
             grads = whole_gradients(session.chunks, arguments)
-            if "encoder" in trained:
-                grads |= encoder_gradients(encoder)
-            found[seed] = report.loss, grads
-    calls = [None] * dist.get_world_size()
-    dist.all_gather_object(calls, encoder.calls)
+            found[seed] = report.loss, grads | encoder_gradients(encoder)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, calls)
     parallel.finish()
     parallel.initialise(gradients.stock(arguments))
     if dist.get_rank():
         return None
-    loss, expected = reference(arguments, batch)
+    loss, expected = reference(arguments, batch, family)
     errors = {}
     for seed, (found_loss, grads) in found.items():
-        assert ("encoder.merge" in grads) == ("encoder" in trained)
         of_trained = {name: expected[name] for name in grads}
         errors[seed] = largest_error((found_loss, grads), (loss, of_trained))
-    return errors, calls
+    return errors, of_ranks
 
 
-def reference(arguments, batch):
+def made(family):
+    """An encoder, and a batch with items for it."""
+    if family is None:
+        return Encoder(), batch_with_items()
+    encoder = family_encoder(family)
+    items = zip(ITEMS_OF[family], drawn_patches(encoder, GRIDS_OF[family]), strict=True)
+    media = [MediaItem(sequence, start, one) for (sequence, start), one in items]
+    return encoder, replace(batch_of(), media=media)
+
+
+def reference(arguments, batch, family=None):
     """Loss and gradients from this rank alone, one sequence after another."""
-    gpt, encoder = gradients.stock_model(arguments), Encoder()
+    gpt, encoder = gradients.stock_model(arguments), made(family)[0]
+    levels = Levels(gpt, getattr(encoder, "levels", 1))
     routers = gradients._watch_routers(gpt)
     total, of_routers, num = torch.zeros(()).double(), torch.zeros(()).double(), 0
     for i, tokens in enumerate(map(torch.as_tensor, batch.tokens)):
@@ -118,12 +152,15 @@ def reference(arguments, batch):
         positions = torch.arange(length)[None]
         causal = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         embedded = gpt.embedding(tokens[None], positions)
+        levels.begin(length)
         for one in batch.media:
             if one.sequence == i:
-                rows = encoder([one.data])
+                rows = levels.of(encoder([one.data]), one.start)
                 here = slice(one.start, one.start + len(rows))
                 embedded = torch.cat([embedded[: here.start], rows[:, None], embedded[here.stop :]])
                 mask[here] = False
+        if getattr(encoder, "positions", None) is not None:
+            turn(gpt, encoder, length, [one for one in batch.media if one.sequence == i])
         logits = gpt(tokens[None], positions, causal, decoder_input=embedded)[0]
         of_routers = of_routers + sum(gradients._router_loss(arguments, seen) for seen in routers)
         routers.clear()

@@ -83,6 +83,8 @@ class RankMicroBatch:
     """``[K t]``, depth by depth: of depth ``k`` the token ``k`` places behind each label."""
     further_mask: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     """``[K t]`` likewise: whether it carries loss."""
+    axis_positions: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """``[3 t]``, axis by axis: positions in time, height and width, where these may differ."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(Part(*one) for one in self.parts))

@@ -113,7 +113,10 @@ class ModelPass:
         params = HdpPackedSeqParams(
             qkv_format="sbhd",
             layout=layout,
-            positions=tensors["positions"],
+            positions=tensors["axis_positions"].view(3, -1)
+            if len(micro_batch.axis_positions)
+            else tensors["positions"],
+            tokens=tensors["tokens"],
             sequence_index=tensors["sequence_index"],
             comm=self.comm,
             attention=self.attention,
@@ -199,6 +202,7 @@ def arrays_of(micro_batch: RankMicroBatch) -> Arrays:
         "loss_mask": micro_batch.loss_mask,
         "further_labels": micro_batch.further_labels,
         "further_mask": micro_batch.further_mask,
+        "axis_positions": micro_batch.axis_positions,
     }
 
 

@@ -40,9 +40,10 @@ from megatron_hdp.megatron.model.rotary import (
     fused_kernel_can_count,
     fused_kernel_is_there,
     give_own_positions,
+    turn_by_axes,
 )
 from megatron_hdp.megatron.model.router import HdpRouter
-from megatron_hdp.megatron.model.rows import FIRST_MARK, rows_for_marks
+from megatron_hdp.megatron.model.rows import FIRST_MARK, require_layers, rows_for_marks
 from megatron_hdp.megatron.model.taking import derived, require_own
 
 __all__ = [
@@ -80,9 +81,11 @@ __all__ = [
     "let_biases_be_added",
     "model_dtype",
     "require_known_blocks",
+    "require_layers",
     "require_own",
     "require_trained",
     "require_whole_layers",
     "rows_for_marks",
+    "turn_by_axes",
     "without_shared_experts",
 ]

@@ -54,7 +54,10 @@ class HdpPackedSeqParams(PackedSeqParams):
 
     layout: TokenLayout = field(kw_only=True)
     positions: torch.Tensor = field(kw_only=True)
-    """int64 ``[t]``: each token's position in its own sequence."""
+    """int64 ``[t]``: each token's position in its own sequence; ``[3, t]`` of its own axes each,
+    where `turn_by_axes` was told of them."""
+    tokens: torch.Tensor | None = field(kw_only=True, default=None)
+    """int64 ``[t]``: ids, or what `rows_for_marks` knows rows by; None where no model is run."""
     sequence_index: torch.Tensor = field(kw_only=True)
     """int64 ``[t]``: place among the micro-batch's sequences of each token's, -1 for padding."""
     comm: RingComm = field(kw_only=True)

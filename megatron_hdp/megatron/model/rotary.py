@@ -18,7 +18,9 @@ from megatron.core.models.common.embeddings import YarnRotaryEmbedding, rope_uti
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_hdp.media import MRope
 from megatron_hdp.megatron.model.attention import HdpPackedSeqParams
 from megatron_hdp.megatron.options import (
     TrainingArguments,
@@ -75,7 +77,13 @@ def fused_kernel_can_count(arguments: TrainingArguments) -> bool:
 
 
 class OwnPositionRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding, evaluated at given positions."""
+    """Megatron's rotary embedding, evaluated at given positions.
+
+    Attributes:
+        axes: of each frequency, the axis whose position it turns by (`turn_by_axes`).
+    """
+
+    axes: torch.Tensor | None = None
 
     @classmethod
     def like(cls, stock: RotaryEmbedding) -> OwnPositionRotaryEmbedding:
@@ -99,10 +107,13 @@ class OwnPositionRotaryEmbedding(RotaryEmbedding):
         return packed_seq_params.positions
 
     def get_freqs_non_repeated(self, max_seq_len: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """Angles ``[t, d/2]`` of the positions ``[t]``."""
+        """Angles ``[t, d/2]`` of the positions ``[t]``, or ``[3, t]`` in time, height, width."""
         seq = max_seq_len.to(self.inv_freq.dtype) + offset
         if self.seq_len_interpolation_factor is not None:
             seq *= 1 / self.seq_len_interpolation_factor
+        if seq.dim() > 1:
+            assert self.axes is not None, "turn_by_axes has been called"
+            return seq[self.axes.to(seq.device)].T * self.inv_freq
         return torch.outer(seq, self.inv_freq)
 
     def forward(
@@ -159,3 +170,29 @@ def give_own_positions(model: GPTModel) -> None:
     """Replaces the model's rotary embedding, where it has one."""
     if hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb = at_own_positions(model.rotary_pos_emb)
+
+
+def turn_by_axes(chunk: Any, mrope: MRope | None) -> None:
+    """Lets a part of a model turn by positions on three axes, where it is given them.
+
+    Raises:
+        ValueError: it has no rotary embedding with these frequencies.
+    """
+    model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if mrope is None:
+        if isinstance(rotary, OwnPositionRotaryEmbedding):
+            rotary.axes = None
+        return
+    if not isinstance(rotary, OwnPositionRotaryEmbedding):
+        raise ValueError(
+            "found a model whose positions are not rotary, or by latent attention, expected "
+            "--position-embedding-type rope or yarn: the encoder's rows have positions in time, "
+            "height and width"
+        )
+    if len(rotary.inv_freq) != mrope.num:
+        raise ValueError(
+            f"found {len(rotary.inv_freq)} rotary frequencies, expected {mrope.num}: the encoder's "
+            f"mrope_section is {list(mrope.sections)}. Take the flags of the model it belongs to"
+        )
+    rotary.axes = torch.from_numpy(mrope.axes())
