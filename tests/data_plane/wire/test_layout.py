@@ -64,7 +64,7 @@ def test_arrays_are_aligned_views_of_the_map_that_can_be_written():
     packed.write_into(memoryview(mapped))
     found = unpack(memoryview(mapped))
     arrays = arrays_of(found)
-    assert len(arrays) == 17 + 7 * len(step.micro_batches)
+    assert len(arrays) == 17 + 8 * len(step.micro_batches)
     origin = np.frombuffer(mapped, np.uint8).ctypes.data
     for array in arrays:
         assert array.base is mapped and array.flags.writeable
