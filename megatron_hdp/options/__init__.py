@@ -18,6 +18,7 @@ from megatron_hdp.options.declaration import (
 )
 from megatron_hdp.options.hdp import PLANNER_FLAGS, HdpOptions, trace_steps
 from megatron_hdp.options.parser import OptionParser, add_options, auto_or, from_namespace
+from megatron_hdp.options.preference import PreferenceOptions
 from megatron_hdp.options.yaml_file import yaml_to_argv
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "HdpOptions",
     "OptionError",
     "OptionParser",
+    "PreferenceOptions",
     "add_options",
     "auto_or",
     "check_value",

@@ -135,6 +135,11 @@ def require_known(arguments: TrainingArguments) -> None:
             "found --hdp-survive, which is for the standalone trainer: leave it out; the loop of a "
             "session calls leave and enter itself"
         )
+    if arguments.hdp_objective is not None:
+        raise ValueError(
+            f"found --hdp-objective {arguments.hdp_objective}, which is for the standalone "
+            "trainer: leave it out; the loop of a session calls preference_step"
+        )
     if arguments.mtp_num_layers is not None:
         raise ValueError(
             f"found --mtp-num-layers {arguments.mtp_num_layers}, expected none: a session's losses "

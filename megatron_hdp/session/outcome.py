@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,19 +88,6 @@ def added_up(found: torch.Tensor, to: str) -> torch.Tensor | None:
         return found.cpu()
     dist.reduce(found, 0)
     return found.cpu() if parallel.is_first_rank() else None
-
-
-@contextmanager
-def in_mode(chunks: Sequence[Any], *, training: bool) -> Iterator[None]:
-    """Within it the model is in training or in evaluation; routers add to the loss in training."""
-    were_training = [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.train(training)
-    try:
-        yield
-    finally:
-        for chunk, was_training in zip(chunks, were_training, strict=True):
-            chunk.train(was_training)
 
 
 def clear_gradients(chunks: Sequence[Any], parameters: Sequence[torch.nn.Parameter]) -> None:

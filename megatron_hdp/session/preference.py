@@ -7,86 +7,21 @@ which a step trains. So no pair has to share a rank; sequences are packed and ba
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import logsigmoid
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import on_every_rank
+from megatron_hdp.runtime.loss import Preference, RewardFigures
 from megatron_hdp.session.batch import TokenBatch, num_sequences
 from megatron_hdp.session.losses import weights_of
 from megatron_hdp.session.outcome import SessionReport
 from megatron_hdp.session.session import HdpSession
-
-Kind: TypeAlias = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
-_WITH_REFERENCE = ("dpo", "ipo", "kto")
-_BY_MEANS = ("ipo", "orpo", "simpo")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preference:
-    """A loss of preferences: the mean over pairs, or under ``kto`` over sequences.
-
-    Below, ``c`` and ``r`` are the chosen and the rejected answer's sum of log-probabilities, nats,
-    less the reference's where there is one; under ``ipo``, ``orpo`` and ``simpo`` they are divided
-    by the answer's tokens.
-
-    Raises:
-        ValueError: an unknown kind, or numbers out of range.
-    """
-
-    kind: Kind
-    """``dpo``: ``-log sigmoid(beta (c - r))``. ``ipo``: ``(c - r - 1 / (2 beta))^2``. ``simpo``:
-    ``-log sigmoid(beta (c - r) - gamma)``. ``orpo``: ``-c - beta log sigmoid(odds(c) - odds(r))``
-    with ``odds(x) = x - log(1 - e^x)``. ``kto``: ``1 - sigmoid(beta (s - kl))`` of a desirable
-    sequence, ``1 - sigmoid(beta (kl - s))`` of another."""
-    beta: float = 0.1
-    """Above 0."""
-    label_smoothing: float = 0.0
-    """Share of labels that are wrong, from 0 to below 0.5; of ``dpo`` and ``simpo``."""
-    gamma: float = 0.5
-    """Margin that ``simpo`` asks for."""
-    desirable_weight: float = 1.0
-    """What ``kto`` multiplies losses of desirable sequences by, at least 0."""
-    undesirable_weight: float = 1.0
-    """The same of others."""
-
-    def __post_init__(self) -> None:
-        """Checks."""
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"found kind {self.kind!r}, expected one of {get_args(Kind)}")
-        for one in fields(self)[1:]:
-            value = getattr(self, one.name)
-            most = 0.5 if one.name == "label_smoothing" else math.inf
-            if not 0 <= value < most or (one.name == "beta" and value == 0):
-                least = "above 0" if one.name == "beta" else "from 0"
-                raise ValueError(f"found {one.name} {value}, expected it {least} to below {most}")
-        if self.label_smoothing and self.kind not in ("dpo", "simpo"):
-            raise ValueError(f"found label_smoothing with {self.kind}, expected dpo or simpo")
-
-    def of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Losses ``[pairs]`` of ``c`` and ``r``, ``[pairs]`` each; not of ``kto``."""
-        delta = chosen - rejected
-        if self.kind == "ipo":
-            return (delta - 1 / (2 * self.beta)).square()
-        if self.kind == "orpo":
-            odds = delta - torch.log1p(-chosen.exp()) + torch.log1p(-rejected.exp())
-            return -chosen - self.beta * logsigmoid(odds)
-        logits = self.beta * delta - (self.gamma if self.kind == "simpo" else 0.0)
-        wrong = self.label_smoothing
-        return -(1 - wrong) * logsigmoid(logits) - wrong * logsigmoid(-logits)
-
-    def of_labels(self, sums: torch.Tensor, is_desirable: torch.Tensor, kl: float) -> torch.Tensor:
-        """Losses ``[n]`` of ``kto``, of sums less the reference's ``[n]``, bool labels ``[n]``."""
-        good = is_desirable.to(sums.dtype)  # nothing in float32
-        weight = self.desirable_weight * good + self.undesirable_weight * (1 - good)
-        return weight * torch.sigmoid(self.beta * (1 - 2 * good) * (sums - kl))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +82,7 @@ def preference_step(
     def prepared() -> tuple[Any, torch.Tensor, torch.Tensor | None]:
         if isinstance(batch, TokenBatch) and batch.weights is not None:
             raise ValueError("found weights in the batch, expected none: the loss gives them")
-        needs = objective.kind in _WITH_REFERENCE
+        needs = objective.needs_reference
         if needs != (reference is not None):
             raise ValueError(
                 f"found {'no ' if needs else 'a '}reference with {objective.kind}, expected "
@@ -177,29 +112,21 @@ def preference_step(
     def loss(found: Sequence[torch.Tensor]) -> torch.Tensor:
         nonlocal rewards
         sums = torch.stack([one.sum() for one in found]) - known
-        if objective.kind in _BY_MEANS:
-            sums = sums / counts
-        rewards = objective.beta * sums.detach()
-        if objective.kind == "kto":
-            return objective.of_labels(sums, sides, kl).sum()
-        return objective.of_pairs(sums[sides[:, 0]], sums[sides[:, 1]]).sum()
+        losses, rewards = objective.losses(sums, counts, sides, kl)
+        return losses.sum()
 
     total, weights = weights_of(loss, log_probs)
     given = batch if isinstance(batch, TokenBatch) else TokenBatch(batch)
     weighed = TokenBatch(given.tokens, given.loss_mask, weights, given.arrays, given.media)
     report = session.step(weighed, divisor=len(sides), plan=plan)
-    if objective.kind == "kto":
-        chosen, rejected, accuracy = rewards[sides], rewards[~sides], math.nan
-    else:
-        chosen, rejected = rewards[sides[:, 0]], rewards[sides[:, 1]]
-        accuracy = float((chosen > rejected).double().mean())
+    figures = RewardFigures.of(rewards, sides)
     return PreferenceReport(
         loss=total / len(sides),
         rewards=rewards,
-        chosen_reward=float(chosen.mean()),
-        rejected_reward=float(rejected.mean()),
-        margin=float(chosen.mean() - rejected.mean()),
-        accuracy=accuracy,
+        chosen_reward=figures.chosen,
+        rejected_reward=figures.rejected,
+        margin=figures.margin,
+        accuracy=figures.accuracy,
         kl=kl,
         step=report,
     )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_hdp.data.steps import RankMicroBatch, RankShare, plan_by, read_micro_batch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.weights import load_weights
-from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome
+from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome, in_mode
 from megatron_hdp.megatron.lm.changes import Changes
 from megatron_hdp.megatron.lm.model import take_over
 from megatron_hdp.megatron.model import build_chunks
@@ -46,7 +46,6 @@ from megatron_hdp.session.outcome import (
     added_up,
     clear_gradients,
     finish_gradients,
-    in_mode,
     require_finite_loss,
     totals_of,
 )

@@ -27,6 +27,7 @@ from megatron_hdp.options import flag_of
 from megatron_hdp.runtime.health import Heartbeat, StopSignals, fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT, CHECKPOINT, OPTIMIZER, START, Timeline
 from megatron_hdp.training.metrics import StepMetrics, log_line
+from megatron_hdp.training.reference import add_references
 from megatron_hdp.training.step_outputs import StepOutputs
 from megatron_hdp.training.training_job import TrainingJob, build_training_job
 
@@ -58,6 +59,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             job = build_training_job(arguments, timeline)
             ending.enter_context(closing(job.checkpoints))
             progress = job.load()
+        add_references(job, progress)
         records = _train(job, progress, heartbeat, signals)
         with timeline.span(CHECKPOINT):
             job.checkpoints.finish()

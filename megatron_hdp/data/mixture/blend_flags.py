@@ -27,13 +27,15 @@ class BlendFlags:
     split: str = "969,30,1"
     sft: bool = False
     sft_tokenizer_prompt_format: str | None = None
+    preferences: str | None = None
+    """The format of what is no ``.bin/.idx`` pair, where the run trains on preferences."""
 
 
 def specs_of_flags(flags: BlendFlags) -> dict[str, MixtureSpec]:
     """Return what each split that the flags name draws from.
 
-    Weights are shares of tokens, with ``--sft`` of rows; without weights a source counts by its
-    size.
+    Weights are shares of tokens, with ``--sft`` and preferences of rows; without weights a source
+    counts by its size.
 
     Raises:
         ValueError: flags that do not go together, or a list that is no blend.
@@ -79,15 +81,20 @@ def _spec(
     if flags.sft and flags.sft_tokenizer_prompt_format is not None:
         template = _SFT_TEMPLATE + flags.sft_tokenizer_prompt_format
     kind = "chat" if flags.sft else "tokens"
+
+    def format_of(path: str) -> str:
+        is_pair = Path(f"{path}.idx").is_file()
+        return kind if flags.preferences is None or is_pair else flags.preferences
+
     sources = tuple(
-        SourceSpec(name=name, path=path, format=kind, template=template)
+        SourceSpec(name=name, path=path, format=format_of(path), template=template)
         for name, path in zip(names, paths, strict=True)
     )
     return MixtureSpec(
         sources=sources,
         origin=origin,
         schedule=Schedule(phases=(phase,)),
-        weight_unit="sequences" if flags.sft else "tokens",
+        weight_unit="sequences" if flags.sft or flags.preferences else "tokens",
         split=split,
         part=part,
     )

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import numpy as np
+
 from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.mixture.stream import Rows
 from megatron_hdp.data.order import SourceOrder
@@ -75,8 +77,12 @@ class Source(Rows, Protocol):
     def tokens(self, row: int, start: int, count: int) -> Int64Array:
         """Return tokens of a row from its token ``start`` on; the token behind it may be asked."""
 
+    def documents(self, rows: Int64Array) -> Int64Array:
+        """Return the numbers of the documents in which rows lie."""
+
     def document(self, row: int) -> int:
         """Return the number of the document in which a row lies."""
+        return int(self.documents(np.array([row]))[0])
 
     def size(self, unit: str) -> float:
         """Return how large it is, in the unit of the weights."""

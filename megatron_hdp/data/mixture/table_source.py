@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.mixture.source import Source, digest
-from megatron_hdp.data.sides import Sides
+from megatron_hdp.data.sides import LABELLED, PAIRS, Sides
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.tables import SequenceTable
 from megatron_hdp.data.token_file import TokenReader
@@ -91,9 +91,9 @@ class TableSource(Source):
         begin = int(self.table.begins(np.array([row + self.first_row]))[0])
         return self.reader.read(begin + start, count)
 
-    def document(self, row: int) -> int:
-        """Return the document in which a row lies."""
-        return int(self.table.documents(np.array([row + self.first_row]))[0])
+    def documents(self, rows: Int64Array) -> Int64Array:
+        """Return the documents in which rows lie."""
+        return self.table.documents(rows + self.first_row)
 
     def _all_rows(self) -> tuple[int, int]:
         return len(self.table), self.table.facts.corpus
@@ -126,8 +126,9 @@ class TableSource(Source):
         """Return how many rows are ``use``, and what became of its documents."""
         facts = self.table.facts
         bad = f", {self.bad:,} bad and left out" if self.bad else ""
-        what = "sequences" if self.sides is None else f"{self.sides.kind} answers"
+        kind = None if self.sides is None else self.sides.kind
+        what = {None: "sequences", PAIRS: "pairs", LABELLED: "labelled answers"}[kind]
         return (
-            f"{self.num_rows:,} {what}{name} {use} (documents: {facts.num_empty:,} empty and "
+            f"{self.num_groups:,} {what}{name} {use} (documents: {facts.num_empty:,} empty and "
             f"skipped, {facts.num_truncated:,} truncated, {facts.num_split:,} split{bad})"
         )

@@ -97,9 +97,9 @@ class TextSource(Source):
         (found,) = self.decoder.rows(np.array([row + self.first_row]))
         return found.tokens[start : start + count].astype(np.int64)
 
-    def document(self, row: int) -> int:
-        """Return the number of a row's record."""
-        return row + self.first_row
+    def documents(self, rows: Int64Array) -> Int64Array:
+        """Return the numbers of rows' records."""
+        return rows + self.first_row
 
     def size(self, unit: str) -> float:
         """Return about how large it is, in the unit of the weights."""

@@ -96,6 +96,19 @@ def read_sums(folder: Path) -> dict[str, FileSum] | None:
     return _from_json(folder / SUMS) if (folder / SUMS).exists() else None
 
 
+def fingerprint_of(folder: Path) -> str:
+    """What tells the tensors of a checkpoint from those of others, 32 hexadecimal digits.
+
+    Files that were saved without checksums are read for it.
+    """
+    sums = read_sums(folder) or {}
+    digest = xxhash.xxh3_128()
+    for path in sorted(folder.glob("*.distcp")):
+        found = sums.get(path.name) or FileSum.of_file(path)
+        digest.update(f"{path.name} {found.num_bytes} {found.xxh3}\n".encode())
+    return digest.hexdigest()
+
+
 class Inventory(ABC):
     """What is known of a checkpoint's files without reading all of them."""
 

@@ -3,8 +3,8 @@
 Design: `docs/design/pipelines.md`.
 """
 
-from megatron_hdp.megatron.execution.executor import HdpExecutor, RankOutcome
+from megatron_hdp.megatron.execution.executor import HdpExecutor, RankOutcome, in_mode
 from megatron_hdp.megatron.execution.own_loss import OwnLoss
 from megatron_hdp.megatron.execution.param_gather import make_parameters_whole
 
-__all__ = ["HdpExecutor", "OwnLoss", "RankOutcome", "make_parameters_whole"]
+__all__ = ["HdpExecutor", "OwnLoss", "RankOutcome", "in_mode", "make_parameters_whole"]

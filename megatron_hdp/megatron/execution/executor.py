@@ -438,3 +438,16 @@ class HdpExecutor:
             finalize_model_grads(model, None, **kwargs)
         for chunk in model:
             chunk.scale_gradients(1.0 / divisor)
+
+
+@contextmanager
+def in_mode(chunks: Sequence[Any], *, training: bool) -> Iterator[None]:
+    """Within it the model is in training or in evaluation; routers add to the loss in training."""
+    were_training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.train(training)
+    try:
+        yield
+    finally:
+        for chunk, was_training in zip(chunks, were_training, strict=True):
+            chunk.train(was_training)

@@ -17,6 +17,7 @@ from megatron_hdp.megatron.options.layer_patterns import check_windows
 from megatron_hdp.megatron.options.mla_checks import check_mla
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.position_checks import check_positions
+from megatron_hdp.megatron.options.preference_checks import check_preferences
 from megatron_hdp.options import (
     OptionError,
     OptionParser,
@@ -86,6 +87,7 @@ def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> Training
         attention_dropout=arguments.attention_dropout,
         train_iters=arguments.train_iters,
     )
+    check_preferences(arguments)
     check_batch_size(arguments)
     return arguments
 

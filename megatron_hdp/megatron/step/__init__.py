@@ -8,7 +8,7 @@ from megatron_hdp.megatron.step.figures import (
     figure,
     over_all_ranks,
 )
-from megatron_hdp.megatron.step.hdp_steps import HdpSteps, data_order
+from megatron_hdp.megatron.step.hdp_steps import HdpSteps
 from megatron_hdp.megatron.step.learning import speeds_at
 from megatron_hdp.megatron.step.loading import (
     DataPlane,
@@ -24,7 +24,13 @@ from megatron_hdp.megatron.step.non_finite import (
     gather_words,
     non_finite_parameters,
 )
-from megatron_hdp.megatron.step.preparation import batch_size_of, plan_settings, reader_of
+from megatron_hdp.megatron.step.preparation import (
+    batch_size_of,
+    data_order,
+    plan_settings,
+    reader_of,
+)
+from megatron_hdp.megatron.step.reference_sums import ReferenceSums
 from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
 from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
 
@@ -34,6 +40,7 @@ __all__ = [
     "HdpSteps",
     "NonFinite",
     "NonFiniteError",
+    "ReferenceSums",
     "SourceFigures",
     "StepFigures",
     "StepReport",

@@ -7,6 +7,7 @@ its row of the Reference; `figure` says how a log line shows it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
@@ -15,10 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.data.mixture import Position
-from megatron_hdp.data.steps import RankStep
+from megatron_hdp.data.mixture import Corpus, Position
+from megatron_hdp.data.steps import Amounts, RankStep, StepTotals
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.host_to_device import numbers_to_device
+from megatron_hdp.runtime.loss import RewardFigures
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ class SourceFigures:
     """The pass over the source in which the step began, from 0."""
     bad: int
     """Bad documents: dropped by preparation, or skipped since this process began."""
+    pairs: int | None = None
+    """Its pairs, or answers under ``kto``, by which ``loss`` is a mean; None without
+    ``--hdp-objective``."""
 
 
 def words_by_source(sources: Mapping[str, SourceFigures]) -> str:
@@ -89,7 +94,20 @@ class StepFigures:
     """Figures of one step over all ranks; those of HDP are None without it."""
 
     loss: float = figure("lm loss", ".6E", default=MISSING)
-    """Nats: mean over the loss tokens of the global batch."""
+    """Nats: mean over the loss tokens of the global batch; with ``--hdp-objective`` that loss, mean
+    over pairs."""
+    chosen_reward: float | None = figure("chosen reward", ".4f")
+    """Mean reward of chosen, or desirable, answers: beta times the sum of log-probabilities less
+    the reference's, as the objective has it; None without ``--hdp-objective`` and where there are
+    none."""
+    rejected_reward: float | None = figure("rejected reward", ".4f")
+    """The same of rejected, or undesirable, ones."""
+    reward_margin: float | None = figure("margin", ".4f")
+    """``chosen_reward`` less ``rejected_reward``."""
+    reward_accuracy: float | None = figure("accuracy")
+    """Share of pairs whose chosen answer has the higher reward; None under ``kto``, too."""
+    pairs: int | None = figure("pairs", ",")
+    """Pairs, or answers under ``kto``, that were trained; None without ``--hdp-objective``."""
     mtp_loss: float | None = figure("mtp loss", ".6E")
     """Nats: mean loss of multi-token prediction over its depths; None without MTP."""
     sequences: int = figure("sequences", ",", default=MISSING)
@@ -222,9 +240,76 @@ class EvaluationLoss:
 
 
 def _mean(parts: Sequence[StepFigures] | Sequence[SourceFigures]) -> float | None:
-    """The mean loss of all loss tokens; None where there is none."""
-    tokens = sum(one.loss_tokens for one in parts)
-    return sum((one.loss or 0.0) * one.loss_tokens for one in parts) / tokens if tokens else None
+    """The mean loss of all loss tokens, or pairs; None where there is none."""
+    counts = [one.loss_tokens if one.pairs is None else one.pairs for one in parts]
+    losses = [one.loss or 0.0 for one in parts]
+    total = sum(loss * count for loss, count in zip(losses, counts, strict=True))
+    return total / sum(counts) if any(counts) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceFigures:
+    """Those of `StepFigures` that a loss of preferences gives."""
+
+    loss: float
+    chosen_reward: float | None
+    rejected_reward: float | None
+    reward_margin: float | None
+    reward_accuracy: float | None
+    pairs: int
+
+    @classmethod
+    def of(cls, loss: float, pairs: int, found: RewardFigures) -> PreferenceFigures:
+        """Those of a step; what there is none of is None."""
+
+        def known(value: float) -> float | None:
+            return None if math.isnan(value) and math.isfinite(loss) else value
+
+        return cls(
+            loss=loss,
+            chosen_reward=known(found.chosen),
+            rejected_reward=known(found.rejected),
+            reward_margin=known(found.margin),
+            reward_accuracy=known(found.accuracy),
+            pairs=pairs,
+        )
+
+
+def figures_by_source(
+    corpus: Corpus,
+    totals: StepTotals,
+    amounts: Amounts,
+    losses: Sequence[float],
+    num_skipped: Sequence[int],
+    preferences: Sequence[tuple[float, int]] | None,
+) -> dict[str, SourceFigures]:
+    """Those of each source in a step.
+
+    Args:
+        corpus: of its split.
+        totals: of the step.
+        amounts: what is left of it.
+        losses: sums of each source's, over all ranks.
+        num_skipped: corrupt documents of each source.
+        preferences: sum of the losses and pairs of each source, where that is what is trained.
+    """
+    drawn = {name: totals.after.of(name).amount for name in corpus.names}
+    all_drawn = max(sum(drawn.values()), 1)
+    found = {}
+    for i, source in enumerate(corpus.sources):
+        total, count = losses[i], amounts.source_loss_tokens[i]
+        if preferences is not None:
+            total, count = preferences[i]
+        found[source.name] = SourceFigures(
+            tokens=amounts.source_tokens[i],
+            loss_tokens=amounts.source_loss_tokens[i],
+            loss=total / count if count else None,
+            share=drawn[source.name] / all_drawn,
+            epoch=totals.before.of(source.name).rows // source.num_groups,
+            bad=source.bad + num_skipped[i],
+            pairs=None if preferences is None else count,
+        )
+    return found
 
 
 def over_all_ranks(

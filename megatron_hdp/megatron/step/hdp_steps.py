@@ -6,14 +6,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_hdp.data import DataOrder
@@ -28,55 +27,44 @@ from megatron_hdp.data.steps import (
     costed,
 )
 from megatron_hdp.data_plane.wire import DataPlaneLost
-from megatron_hdp.megatron.execution import HdpExecutor, RankOutcome
+from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome, in_mode
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.figures import (
     FurtherLosses,
-    SourceFigures,
     StepReport,
+    figures_by_source,
     over_all_ranks,
 )
 from megatron_hdp.megatron.step.learning import Learning
 from megatron_hdp.megatron.step.left_out import LeftOutOfSteps
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
+from megatron_hdp.megatron.step.preference import (
+    AnswerSums,
+    AnswerTable,
+    Judged,
+    StepPreferences,
+)
 from megatron_hdp.megatron.step.preparation import (
     LongStepWarning,
     all_to_all_bytes,
     contents_of,
+    data_order,
     least_ranks,
     plan_settings,
     reader_of,
+    share_tokens,
 )
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
 from megatron_hdp.planner.experts import figures_in_lockstep
-from megatron_hdp.runtime.gathering import largest, share_arrays
+from megatron_hdp.runtime.gathering import largest
 from megatron_hdp.runtime.health import DataFailure, fingerprint, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
 
 
 class PlannerError(RuntimeError):
     """The planner failed in two steps in a row."""
-
-
-def data_order(
-    arguments: TrainingArguments, corpus: Corpus, contents: Mapping[str, int]
-) -> DataOrder:
-    """What decides which sequences form a step, and what stands in them.
-
-    `contents` are fingerprints of the sources' tokens, where they are known.
-    """
-    sources = {
-        name: replace(one, contents=contents.get(name)) for name, one in corpus.orders().items()
-    }
-    return DataOrder(
-        hybrid_data_parallel=True,
-        seed=arguments.seed,
-        seq_length=arguments.seq_length,
-        weight_unit=corpus.spec.weight_unit,
-        sources=sources,
-    )
 
 
 class HdpSteps:
@@ -125,6 +113,8 @@ class HdpSteps:
             self.loaders = plane.loaders(arguments, split, corpus, settings, reader, local)
         self._left_out = LeftOutOfSteps(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
+        self._local = local
+        self.preferences = StepPreferences.of(arguments, corpus, self.order, self.place)
         self._learning = None
         if arguments.learns_costs and split == "train":
             self._learning = Learning(
@@ -193,24 +183,66 @@ class HdpSteps:
         self.loaders.expect(step.totals.after.knowing(position))
         with self._agreement():
             weights = self._further.weights(step, amounts.loss_tokens)
-        self._share_tokens(step)
+        with self._agreement():
+            share_tokens(step, self.place, self._broadcast_at)
         self._seed_dropout(step.totals.before.sequences)
         if not forward_only:
             self._say_what_ends(step.totals)
-        outcome = self.executor.run(
+        if self.preferences is None:
+            judged, outcome = None, self._execute(step, amounts, forward_only, further=weights)
+        else:
+            table, outcome = self._answers(step, amounts)
+            judged = self.preferences.judged(table, amounts.loss_tokens)
+            if not forward_only:
+                outcome = self._execute(step, amounts, own_loss=judged.own_loss)
+        self._gradient_norms = outcome.gradient_norms
+        report = self._report(step, outcome, amounts, data_wait_s, judged)
+        losses = {name: one.loss for name, one in (report.sources or {}).items()}
+        after = report.position_after.seeing(position, losses)
+        return self._learnt(replace(report, position_after=after), known, step, outcome)
+
+    def answers(self, position: Position) -> AnswerTable:
+        """What the model, as it is, says of the answers of the step that begins at a position.
+
+        Every rank must call this. Nothing of it counts as a step.
+        """
+        kept = self.kept()
+        step = self._agree(self._local.get(position), position)
+        with self._agreement():
+            amounts = self._left_out.of(step)
+        with self._agreement():
+            share_tokens(step, self.place, self._broadcast_at)
+        found, _ = self._answers(step, amounts)
+        self.put_back(kept)
+        return found
+
+    def _answers(self, step: RankStep, amounts: Amounts) -> tuple[AnswerTable, RankOutcome]:
+        assert self.preferences is not None, "there are answers where there is an objective"
+        found = AnswerSums(step.totals.sequences)
+        with in_mode(self.executor.chunks, training=False):
+            outcome = self._execute(step, amounts, forward_only=True, own_loss=found)
+        with self._agreement():
+            return self.preferences.table(step, found), outcome
+
+    def _execute(
+        self,
+        step: RankStep,
+        amounts: Amounts,
+        forward_only: bool = False,
+        own_loss: OwnLoss | None = None,
+        further: Sequence[float] = (),
+    ) -> RankOutcome:
+        """Runs a step's micro-batches; what they leave is divided by its loss tokens."""
+        return self.executor.run(
             step.micro_batches,
             max(amounts.loss_tokens, 1),
             forward_only,
             len(self.corpus.sources),
             step.share.ends_together,
             step.share.begins_together,
-            further_weights=weights,
+            own_loss=own_loss,
+            further_weights=further,
         )
-        self._gradient_norms = outcome.gradient_norms
-        report = self._report(step, outcome, amounts, data_wait_s)
-        losses = {name: one.loss for name, one in (report.sources or {}).items()}
-        after = report.position_after.seeing(position, losses)
-        return self._learnt(replace(report, position_after=after), known, step, outcome)
 
     def _following(self, position: Position) -> Position:
         """The position with what the steps that begin there may depend on."""
@@ -307,23 +339,6 @@ class HdpSteps:
                     "share goes to the others"
                 )
 
-    def _share_tokens(self, step: RankStep) -> None:
-        """Gives the tensor-parallel ranks of the first and last stage what their first one read."""
-        place = self.place
-        if place.num_tensor_ranks == 1 or not (place.is_first_stage or place.is_last_stage):
-            return
-        if "tensor" not in self._broadcast_at:
-            return  # each of them has read the same
-        arrays = [
-            array
-            for one in step.micro_batches
-            for array in (one.tokens, one.labels, one.further_labels)
-        ]
-        source = parallel_state.get_tensor_model_parallel_src_rank()
-        group = parallel_state.get_tensor_model_parallel_group()
-        with self._agreement():
-            share_arrays(arrays, source, group, compute_device())
-
     def _seed_dropout(self, consumed: int) -> None:
         """Makes dropout a function of seed, data position and rank: no RNG state to save."""
         if not self.arguments.hidden_dropout:
@@ -338,11 +353,13 @@ class HdpSteps:
         outcome: RankOutcome,
         amounts: Amounts,
         data_wait_s: float,
+        judged: Judged | None,
     ) -> StepReport:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
         ranks = dist.get_world_size()
         totals = step.totals
         non_finite = self._non_finite(step, "loss", outcome.losses)
+        loss_keys = [f"loss of {name}" for name in self.corpus.names]
         with self._agreement():
             job = over_all_ranks(
                 sums={
@@ -357,7 +374,7 @@ class HdpSteps:
                     "places": step.share.num_slots,
                     "padding": step.share.num_padding,
                     "further_loss": sum(outcome.further_losses),
-                    **dict(zip(_loss_keys(self.corpus), outcome.source_losses, strict=True)),
+                    **dict(zip(loss_keys, outcome.source_losses, strict=True)),
                 },
                 maxima={
                     "makespan_s": outcome.until_sync_s,
@@ -372,8 +389,9 @@ class HdpSteps:
             )
         self._long_steps.check(job["makespan_s"], "took")
         efficiency = job["busy_s"] / ranks / job["makespan_s"]
+        loss = job["loss_sum"] / self.place.num_tensor_ranks / max(amounts.loss_tokens, 1)
         return StepReport(
-            loss=job["loss_sum"] / self.place.num_tensor_ranks / max(amounts.loss_tokens, 1),
+            **({"loss": loss} if judged is None else asdict(judged.figures)),
             tokens=amounts.tokens,
             squared_tokens=amounts.squared_tokens,
             seen_in_window=amounts.seen_in_window,
@@ -403,31 +421,16 @@ class HdpSteps:
             skipped_documents=sum(self._left_out.num_skipped),
             planner_failures=self.num_planner_failures,
             mtp_loss=self._further.mean(job["further_loss"], amounts.loss_tokens),
-            sources=self._by_source(totals, amounts, job),
+            sources=figures_by_source(
+                self.corpus,
+                totals,
+                amounts,
+                [job[key] / self.place.num_tensor_ranks for key in loss_keys],
+                self._left_out.num_skipped,
+                None if judged is None else judged.by_source,
+            ),
             non_finite=gather_words(non_finite) if job["num_non_finite"] else (),
         )
-
-    def _by_source(
-        self, totals: StepTotals, amounts: Amounts, job: Mapping[str, float]
-    ) -> dict[str, SourceFigures]:
-        """Figures of each source; `job` holds the sums of losses over all ranks."""
-        drawn = {name: totals.after.of(name).amount for name in self.corpus.names}
-        total = sum(drawn.values())
-        found = {}
-        for i, (source, key) in enumerate(
-            zip(self.corpus.sources, _loss_keys(self.corpus), strict=True)
-        ):
-            loss_tokens = amounts.source_loss_tokens[i]
-            loss = job[key] / self.place.num_tensor_ranks / max(loss_tokens, 1)
-            found[source.name] = SourceFigures(
-                tokens=amounts.source_tokens[i],
-                loss_tokens=loss_tokens,
-                loss=loss if loss_tokens else None,
-                share=drawn[source.name] / max(total, 1),
-                epoch=totals.before.of(source.name).rows // source.num_groups,
-                bad=source.bad + self._left_out.num_skipped[i],
-            )
-        return found
 
     def non_finite_gradients(self) -> tuple[str, ...]:
         """Names the latest step's micro-batches whose gradient was not finite at the embedding.
@@ -491,8 +494,3 @@ def _for_plans(position: Position) -> Position:
     """The position without what no plan depends on: it may travel to a data plane."""
     costs = position.costs
     return position if costs is None else replace(position, costs=costs.for_plans())
-
-
-def _loss_keys(corpus: Corpus) -> list[str]:
-    """What the sum of each source's losses is called among sums over all ranks."""
-    return [f"loss of {name}" for name in corpus.names]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_hdp.data import sides
 from megatron_hdp.data.mixture import (
     BlendFlags,
     Corpus,
@@ -58,8 +59,14 @@ def split_specs(arguments: TrainingArguments) -> dict[str, MixtureSpec]:
             split=arguments.split,
             sft=arguments.sft,
             sft_tokenizer_prompt_format=arguments.sft_tokenizer_prompt_format,
+            preferences=_preferences_of(arguments.hdp_objective),
         )
     )
+
+
+def _preferences_of(objective: str | None) -> str | None:
+    """The format of rows that flags of data name; None of other ones than preferences."""
+    return None if objective is None else sides.LABELLED if objective == "kto" else sides.PAIRS
 
 
 def _data_file(arguments: TrainingArguments, path: Path) -> DataFile:
@@ -72,13 +79,7 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
     Raises:
         ValueError: one of them cannot be opened, or has no sequence.
     """
-    corpus = open_corpus(spec, _opening(arguments))
-    if corpus.sides is not None:
-        raise ValueError(
-            f"{spec.origin}: found a source of {corpus.sides}, which the loss of next tokens would "
-            "train on both sides of, expected text or conversations"
-        )
-    return corpus
+    return open_corpus(spec, _opening(arguments))
 
 
 def has_documents(arguments: TrainingArguments, spec: MixtureSpec) -> bool:

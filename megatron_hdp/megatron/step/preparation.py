@@ -6,15 +6,17 @@ And whether that can work: ranks compare the tokens they read, and a step may be
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import BatchSize, Corpus
-from megatron_hdp.data.steps import PlanSettings, Reader, plan_by
+from megatron_hdp.data.steps import PlanSettings, RankStep, Reader, plan_by
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
@@ -27,6 +29,7 @@ from megatron_hdp.megatron.options import (
 from megatron_hdp.megatron.parallel import RankPlace, compute_device, say
 from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.experts import exchanged_bytes_per_token
+from megatron_hdp.runtime.gathering import share_arrays
 
 _HALF = 2**32
 _LONG_SHARE = 0.5  # a rank's host is ahead of its GPU, so its messages wait from before the step
@@ -110,6 +113,25 @@ def reader_of(
     )
 
 
+def share_tokens(step: RankStep, place: RankPlace, broadcast_at: Collection[str]) -> None:
+    """Gives the tensor-parallel ranks of the first and last stage what their first one read.
+
+    Along other axes than those of `broadcast_at` each of them has read the same.
+    """
+    if place.num_tensor_ranks == 1 or not (place.is_first_stage or place.is_last_stage):
+        return
+    if "tensor" not in broadcast_at:
+        return
+    arrays = [
+        array
+        for one in step.micro_batches
+        for array in (one.tokens, one.labels, one.further_labels)
+    ]
+    source = parallel_state.get_tensor_model_parallel_src_rank()
+    group = parallel_state.get_tensor_model_parallel_group()
+    share_arrays(arrays, source, group, compute_device())
+
+
 def all_to_all_bytes(arguments: TrainingArguments, num_tokens: int) -> int | None:
     """Bytes that a step of so many tokens sends to experts of other ranks and back, if any are."""
     if not arguments.num_experts or arguments.expert_model_parallel_size == 1:
@@ -134,6 +156,25 @@ def contents_of(corpus: Corpus, place: RankPlace) -> dict[str, int]:
     if not place.reads_tokens:
         found = [high * _HALF + low for high, low in halves.tolist()]
     return dict(zip(corpus.names, found, strict=True))
+
+
+def data_order(
+    arguments: TrainingArguments, corpus: Corpus, contents: Mapping[str, int]
+) -> DataOrder:
+    """What decides which sequences form a step, and what stands in them.
+
+    `contents` are fingerprints of the sources' tokens, where they are known.
+    """
+    sources = {
+        name: replace(one, contents=contents.get(name)) for name, one in corpus.orders().items()
+    }
+    return DataOrder(
+        hybrid_data_parallel=True,
+        seed=arguments.seed,
+        seq_length=arguments.seq_length,
+        weight_unit=corpus.spec.weight_unit,
+        sources=sources,
+    )
 
 
 class LongStepWarning:

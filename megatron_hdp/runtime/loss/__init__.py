@@ -13,11 +13,14 @@ from megatron_hdp.runtime.loss.balance import (
 )
 from megatron_hdp.runtime.loss.fused_cross_entropy import linear_cross_entropy
 from megatron_hdp.runtime.loss.log_probs import linear_log_probs
+from megatron_hdp.runtime.loss.preference import Preference, RewardFigures
 from megatron_hdp.runtime.loss.sums import LossSums
 from megatron_hdp.runtime.loss.token_sum import token_sum_loss
 
 __all__ = [
     "LossSums",
+    "Preference",
+    "RewardFigures",
     "RoutedCounts",
     "RouterTokens",
     "balancing_scores",

@@ -1,0 +1,230 @@
+"""Losses of preferences in the training command: exact on any plan, their reference kept."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.data import TokenFile
+from megatron_hdp.data.mixture import Position, open_corpus
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.megatron.step import HdpSteps, ReferenceSums, open_split, setup, split_specs
+from megatron_hdp.megatron.step import preference as step_preference
+from megatron_hdp.options import OptionError
+from megatron_hdp.runtime.timeline import Timeline
+from megatron_hdp.training.loop import pretrain
+from tests.data.prepare.corpora import run as prepare_rows
+from tests.support import gradients
+from tests.support.gradients import VOCABULARY, largest_error, planned_by, whole_gradients
+from tests.support.preferences import (
+    REFERENCED,
+    expected_step,
+    preference_arguments,
+    write_rows,
+)
+from tests.support.random_plans import random_plan
+
+SLOW = pytest.mark.slow
+KINDS = {
+    "dpo": {"hdp_label_smoothing": 0.1},
+    "ipo": {"hdp_beta": 0.3},
+    "orpo": {"hdp_beta": 0.7},
+    "simpo": {"hdp_beta": 2.0},
+    "kto": {"hdp_desirable_weight": 1.5, "hdp_undesirable_weight": 0.5},
+}
+
+
+def prepared(path, kind="pairs"):
+    """Rows as a .bin/.idx pair, which any objective takes that its sides allow."""
+    return prepare_rows(path, path.parent / "cache", format=kind).prefix
+
+
+def steps_of(arguments):
+    """Chunks and steps over the training split, in a job whose groups are there."""
+    parallel.set_seeds(arguments.seed)
+    chunks = building.build_chunks(arguments, VOCABULARY)
+    executor = setup.build_executor(arguments, chunks, Timeline())
+    cost_model = setup.cost_model_of(arguments, executor)
+    corpus = open_split(arguments, split_specs(arguments)["train"])
+    return chunks, HdpSteps(arguments, executor, cost_model, corpus, VOCABULARY)
+
+
+def random_plan_of(steps, seed):
+    if seed is None:
+        return None
+    lengths = steps.planner.mix(Position()).lengths
+    settings = steps.planner.settings
+    capacity = {"ranks": settings.num_ranks, "tokens_per_rank": settings.tokens_per_rank}
+    return random_plan(lengths, **capacity, seed=seed)
+
+
+@gradients.seldom_compiled
+def errors_of(arguments, kinds, seeds=(None, 0), fault=None, left_out=()):
+    """Body of a rank: by kind and plan the largest error of loss, rewards and gradient."""
+    parallel.initialise(arguments)
+    found = {}
+    for kind in kinds:
+        mine = replace(arguments, hdp_objective=kind, **KINDS[kind])
+        for seed in seeds:
+            chunks, steps = steps_of(mine)
+            known = None
+            if kind in REFERENCED:
+                known = given_reference(steps)
+            if fault is not None:
+                steps.preferences.judged = fault(steps.preferences.judged)
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            with planned_by(random_plan_of(steps, seed)):
+                report = steps.run(Position())
+            steps.close()
+            found[kind, seed] = mine, report, whole_gradients(chunks, mine), known
+            corpus, mixture = steps.corpus, steps.planner.mixture
+    parallel.finish()
+    parallel.initialise(gradients.stock(arguments))
+    if dist.get_rank():
+        return None
+    errors = {}
+    for case, (mine, report, grads, known) in found.items():
+        loss, expected, rewards = expected_step(mine, corpus, mixture, known, left_out)
+        errors[case] = largest_error((report.loss, grads), (loss, expected))
+        if mine.hdp_objective in ("dpo", "ipo"):
+            assert report.pairs == len(rewards) // 2
+        if mine.hdp_objective == "dpo":
+            c, r = rewards.view(-1, 2).unbind(1)
+            figures = [report.chosen_reward, report.rejected_reward, report.reward_margin]
+            means = [c.mean(), r.mean(), (c - r).mean()]
+            assert np.allclose(figures, means, rtol=0, atol=1e-10)
+            assert report.reward_accuracy == pytest.approx(float((c > r).double().mean()))
+        (of_source,) = report.sources.values()
+        assert of_source.loss == pytest.approx(report.loss, abs=1e-12)
+    return errors
+
+
+def given_reference(steps):
+    """Sums of the step's answers near the model's own, put where a pass would have put them."""
+    steps.preferences.hold(ReferenceSums("a model"))
+    table = steps.answers(Position())
+    noise = np.random.default_rng(5).standard_normal(len(table.sums))
+    sums = table.sums + torch.from_numpy(noise)
+    steps.preferences.note(replace(table, sums=sums))
+    keys = zip(table.sources.tolist(), table.documents.tolist(), strict=True)
+    return {(int(i), int(d)): float(one) for (i, d), one in zip(keys, sums, strict=True)}
+
+
+def check(errors, count):
+    assert len(errors) == count
+    assert not {case: one for case, one in errors.items() if not one <= 1e-10}
+
+
+def test_gradients_are_those_of_one_rank_that_holds_all_pairs(run_ranks, tmp_path):
+    prefix = prepared(write_rows(tmp_path / "rows.jsonl", 8))
+    check(run_ranks(3, errors_of, preference_arguments(prefix), tuple(KINDS), (0,))[0], 5)
+
+
+LAYOUTS = {
+    "tp2": (2, {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}),
+    "tp2-sp-pp2": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+            "make_vocab_size_divisible_by": 64,
+        },
+    ),
+    "pp2-v2": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 4,
+            "num_virtual_stages_per_pipeline_rank": 2,
+        },
+    ),
+    "pp2-parts": (4, {"pipeline_model_parallel_size": 2, "hdp_sequence_parts": 4}),
+    "streams": (2, {"hdp_long_sequence": "stream", "hdp_tokens_per_rank": 48}),
+}
+
+
+@SLOW
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(run_ranks, tmp_path, layout):
+    ranks, flags = LAYOUTS[layout]
+    prefix = prepared(write_rows(tmp_path / "rows.jsonl", 8))
+    arguments = preference_arguments(prefix, **({"hdp_tokens_per_rank": 200} | flags))
+    check(run_ranks(ranks, errors_of, arguments, tuple(KINDS), (None,))[0], 5)
+
+
+@SLOW
+def test_labelled_answers(run_ranks, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", 8, labelled=True)
+    check(run_ranks(3, errors_of, preference_arguments(path), ("kto",), (None, 0, 1))[0], 3)
+
+
+def of_one_side_less(judged):
+    """Loses what the last answer learns, as a pair cut by a micro-batch would."""
+
+    def with_fault(*args):
+        found = judged(*args)
+        found.own_loss.weights[-1] = 0
+        return found
+
+    return with_fault
+
+
+@SLOW
+def test_a_side_that_is_lost_is_seen(run_ranks, tmp_path):
+    prefix = prepared(write_rows(tmp_path / "rows.jsonl", 8))
+    arguments = preference_arguments(prefix)
+    errors = run_ranks(2, errors_of, arguments, ("dpo", "kto"), (None,), of_one_side_less)[0]
+    assert len(errors) == 2
+    assert all(one > 1e-4 for one in errors.values()), errors
+
+
+@SLOW
+def test_a_corrupt_side_takes_its_pair_out(run_ranks, tmp_path):
+    """Whichever rank reads it; the others of the step are trained as they are."""
+    prefix = prepared(write_rows(tmp_path / "rows.jsonl", 8))
+    begin = int(TokenFile(prefix).begins[5])
+    with open(f"{prefix}.bin", "r+b") as file:
+        file.seek(2 * begin)
+        file.write(np.array([60_000], dtype=np.uint16).tobytes())
+    (tmp_path / "cache" / f"{prefix.rpartition('/')[-1]}.sums").unlink()
+    arguments = preference_arguments(prefix)
+    check(run_ranks(3, errors_of, arguments, ("dpo", "simpo"), (None, 0), None, (5,))[0], 4)
+
+
+def curve(arguments, computes=True):
+    """Body of a rank: figures of every step; `computes`: whether the reference may run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not computes:
+            patch.setattr(HdpSteps, "answers", None)
+        found = pretrain(arguments)
+    names = ("step", "loss", "grad_norm", "chosen_reward", "rejected_reward")
+    figures = np.array([[getattr(one, name) for name in names] for one in found])
+    return figures, [one.validation_loss for one in found], found[-1].reward_accuracy
+
+
+def test_a_run_and_its_reference(run_ranks, tmp_path):
+    """The same on one rank and on two; the reference is computed once for all of them."""
+    path, base, folder = write_rows(tmp_path / "rows.jsonl", 24), tmp_path / "base", tmp_path / "run"
+    arguments = preference_arguments(path, "orpo", train_iters=1, save=base)
+    run_ranks(1, curve, replace(arguments, hdp_tokens_per_rank=400))
+    sums = folder / "reference-log-probs.npz"
+    mine = {"pretrained_checkpoint": base, "hdp_reference_checkpoint": base, "split": "3,1,0"}
+    mine |= {"eval_iters": 2, "eval_interval": 2, "train_iters": 6, "lr_decay_iters": 6}
+    mine = preference_arguments(path, **mine)
+    expected, evaluated, accuracy = run_ranks(1, curve, replace(mine, hdp_tokens_per_rank=400))[0]
+    assert expected[0, 1] == pytest.approx(np.log(2), abs=1e-12), "it begins as its reference"
+    assert expected[-1, 1] < 0.6 and accuracy > 0.8
+    assert [one is None for one in evaluated] == [True, False] * 3
+    first, *_ = run_ranks(2, curve, replace(mine, train_iters=3, save=folder))[0]
+    rest, more, _ = run_ranks(2, curve, replace(mine, load=folder, save=folder))[0]
+    assert np.abs(np.concatenate((first, rest)) - expected).max() <= 1e-9
+    assert np.allclose(more[::2], evaluated[3::2], rtol=0, atol=1e-9)
+    again = replace(mine, hdp_reference_checkpoint=None, hdp_reference_log_probs=sums)
+    found, *_ = run_ranks(2, curve, again, False)[0]
+    assert np.abs(found - expected).max() <= 1e-9
