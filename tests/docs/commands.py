@@ -48,6 +48,11 @@ COMMANDS = {
     "python scripts/examples/quickstart/simulated.py runs/quickstart": Elsewhere(
         "tests/scripts/test_quickstart.py::test_quickstart"
     ),
+    TRAIN.format(4, "").replace("corpus ", "pairs.jsonl ")
+    + "--hdp-objective dpo --pretrained-checkpoint checkpoints --hdp-reference-checkpoint "
+    "checkpoints --metrics-path metrics.jsonl": Elsewhere(
+        "tests/training/test_preference.py::test_a_run_and_its_reference"
+    ),
     "./scripts/tutorial.sh": Elsewhere(
         "tests/scripts/test_tutorial.py::test_the_tutorial", needs="slow"
     ),

@@ -8,13 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.data import TokenFile
-from megatron_hdp.data.mixture import Position, open_corpus
+from megatron_hdp.data.mixture import Position
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
-from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.megatron.step import HdpSteps, ReferenceSums, open_split, setup, split_specs
-from megatron_hdp.megatron.step import preference as step_preference
-from megatron_hdp.options import OptionError
 from megatron_hdp.runtime.timeline import Timeline
 from megatron_hdp.training.loop import pretrain
 from tests.data.prepare.corpora import run as prepare_rows
@@ -210,7 +207,11 @@ def curve(arguments, computes=True):
 
 def test_a_run_and_its_reference(run_ranks, tmp_path):
     """The same on one rank and on two; the reference is computed once for all of them."""
-    path, base, folder = write_rows(tmp_path / "rows.jsonl", 24), tmp_path / "base", tmp_path / "run"
+    path, base, folder = (
+        write_rows(tmp_path / "rows.jsonl", 24),
+        tmp_path / "base",
+        tmp_path / "run",
+    )
     arguments = preference_arguments(path, "orpo", train_iters=1, save=base)
     run_ranks(1, curve, replace(arguments, hdp_tokens_per_rank=400))
     sums = folder / "reference-log-probs.npz"
@@ -227,4 +228,82 @@ def test_a_run_and_its_reference(run_ranks, tmp_path):
     assert np.allclose(more[::2], evaluated[3::2], rtol=0, atol=1e-9)
     again = replace(mine, hdp_reference_checkpoint=None, hdp_reference_log_probs=sums)
     found, *_ = run_ranks(2, curve, again, False)[0]
+    assert np.abs(found - expected).max() <= 1e-9
+
+
+def refusal(arguments):
+    """Body of a rank: the sentence that a run ends with."""
+    try:
+        pretrain(arguments)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@SLOW
+def test_references_that_do_not_fit(run_ranks, tmp_path):
+    """One sentence; what was there stays as it was."""
+    path, bases = write_rows(tmp_path / "rows.jsonl", 16), [tmp_path / "a", tmp_path / "b"]
+    whole = preference_arguments(path, "orpo", train_iters=1, hdp_tokens_per_rank=400)
+    for seed, base in enumerate(bases):
+        run_ranks(1, curve, replace(whole, save=base, seed=seed))
+    sums, other = tmp_path / "sums.npz", write_rows(tmp_path / "others.jsonl", 16, seed=1)
+    mine = {"hdp_objective": "dpo", "pretrained_checkpoint": bases[0], "train_iters": 1}
+    mine |= {"hdp_reference_checkpoint": bases[0], "hdp_reference_log_probs": sums}
+    mine = replace(whole, **mine)
+    run_ranks(1, curve, mine)
+    kept = sums.read_bytes()
+    damaged, alone = tmp_path / "damaged.npz", replace(mine, hdp_reference_checkpoint=None)
+    damaged.write_bytes(kept[:200])
+    labelled = write_rows(tmp_path / "labelled.jsonl", 16, labelled=True)
+    labelled = prepared(labelled, "labelled")
+    texts = gradients.write_corpus(tmp_path, [30, 20])
+    runs = [
+        ("another model", replace(mine, hdp_reference_checkpoint=bases[1])),
+        ("found no log-probabilities of some", replace(alone, data_path=(str(other),))),
+        ("found no log-probabilities of some", replace(alone, train_iters=2)),
+        ("found no such file", replace(alone, hdp_reference_log_probs=tmp_path / "none.npz")),
+        ("found no file of reference log-probab", replace(mine, hdp_reference_log_probs=damaged)),
+        ("found no checkpoint", replace(mine, hdp_reference_checkpoint=tmp_path / "none")),
+        ("found a source of labelled", replace(mine, data_path=(labelled,))),
+        ("found a source of tokens", replace(mine, data_path=(texts,))),
+        ("add --hdp-objective", replace(mine, hdp_objective=None, data_path=(labelled,))),
+    ]
+    for words, arguments in runs:
+        found = run_ranks(1, refusal, arguments)[0]
+        assert found is not None and words in found, (words, found)
+        assert sums.read_bytes() == kept
+    longer = replace(mine, train_iters=2, lr_decay_iters=2)
+    assert len(run_ranks(1, curve, longer)[0][0]) == 2, "what the file lacks is computed"
+    assert (
+        len(run_ranks(1, curve, replace(longer, hdp_reference_checkpoint=None), False)[0][0]) == 2
+    )
+
+
+@SLOW
+def test_adapters_measure_against_their_base(run_ranks, tmp_path):
+    path, base = write_rows(tmp_path / "rows.jsonl", 16), tmp_path / "base"
+    whole = preference_arguments(path, "orpo", train_iters=1)
+    run_ranks(2, curve, replace(whole, save=base))
+    adapters = {"lora_rank": 2, "lora_alpha": 8.0, "pretrained_checkpoint": base}
+    mine = replace(whole, hdp_objective="dpo", train_iters=3, lr_decay_iters=3, **adapters)
+    found, *_ = run_ranks(2, curve, replace(mine, save=tmp_path / "run"))[0]
+    assert found[0, 1] == pytest.approx(np.log(2), abs=1e-12)
+    assert found[-1, 1] < found[0, 1]
+    given = replace(mine, hdp_reference_checkpoint=base)
+    assert np.abs(run_ranks(2, curve, given)[0][0] - found).max() <= 1e-12
+    resumed = replace(mine, load=tmp_path / "run", train_iters=5)
+    more, *_ = run_ranks(2, curve, resumed)[0]
+    assert more[0, 1] < found[0, 1] - 1e-3, "the reference has no adapters"
+
+
+@SLOW
+def test_experts_on_other_ranks(run_ranks, tmp_path):
+    """What their routers add is a mean over tokens, whatever the objective divides by."""
+    path = write_rows(tmp_path / "rows.jsonl", 24)
+    flags = gradients.EXPERTS | {"hdp_tokens_per_rank": 400}
+    alone = preference_arguments(path, "simpo", **flags)
+    expected, *_ = run_ranks(1, curve, alone)[0]
+    apart = replace(alone, expert_model_parallel_size=2, hdp_tokens_per_rank=128)
+    found, *_ = run_ranks(2, curve, apart)[0]
     assert np.abs(found - expected).max() <= 1e-9

@@ -30,6 +30,7 @@ from megatron_hdp.megatron.options import (
     check_moe,
     check_mtp,
     check_windows,
+    given_preferences,
     growth_of,
     num_model_chunks,
     options_of_pattern,
@@ -37,7 +38,14 @@ from megatron_hdp.megatron.options import (
     sequences_of,
 )
 from megatron_hdp.megatron.parallel import compute_device
-from megatron_hdp.options import HdpOptions, OptionError, add_options, check_values, flag_of
+from megatron_hdp.options import (
+    HdpOptions,
+    OptionError,
+    PreferenceOptions,
+    add_options,
+    check_values,
+    flag_of,
+)
 from megatron_hdp.runtime.epochs import keys, nccl
 
 LEFT_OUT = (
@@ -157,6 +165,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Megatron 0.18 and 0.19 have a help text with a bare ``%``, on which argparse fails.
     """
     add_options(parser, HdpOptions, LEFT_OUT)
+    add_options(parser, PreferenceOptions)
     theirs = [item.name for item in fields(ParallelOptions) if item.name != _STALL]
     add_options(parser, ParallelOptions, theirs)
     for action in parser._actions:
@@ -184,6 +193,11 @@ def refuse_in_yaml(args: Any, command_line: Sequence[str]) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Checks HDP's flags with Megatron's, before Megatron derives anything from its own."""
+    if given := given_preferences(args):
+        raise OptionError(
+            f"{flag_of(given[0])}: found it in a Megatron-LM checkout, expected the loss of the "
+            "next token, which its script computes: use python -m megatron_hdp.pretrain_gpt"
+        )
     names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
     options = HdpOptions(**{name: getattr(args, name) for name in names})
     options.validate(
@@ -414,7 +428,7 @@ def settle(args: argparse.Namespace) -> None:
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
     """The arguments of HDP's classes, from Megatron's once they are validated."""
     values: dict[str, Any] = {}
-    ours = {item.name for item in fields(HdpOptions)}
+    ours = {item.name for group in (HdpOptions, PreferenceOptions) for item in fields(group)}
     for item in fields(TrainingArguments):
         is_megatrons_path = "Path" in str(item.type) and item.name not in ours
         if item.name in LEFT_OUT or is_megatrons_path or not hasattr(args, item.name):

@@ -45,6 +45,7 @@ from megatron_hdp.megatron.options.position_checks import (
     other_positions,
     position_record,
 )
+from megatron_hdp.megatron.options.preference_checks import given_preferences
 from megatron_hdp.megatron.options.shape import (
     cost_model_of_job,
     job_of,
@@ -80,6 +81,7 @@ __all__ = [
     "expert_domain_size",
     "expert_layers",
     "expert_layers_of_chunk",
+    "given_preferences",
     "growth_of",
     "head_sizes",
     "job_of",

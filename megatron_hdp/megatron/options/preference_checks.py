@@ -47,8 +47,12 @@ def check_preferences(args: TrainingArguments) -> None:
             "--hdp-reference-checkpoint, mostly what --pretrained-checkpoint names, or "
             "--hdp-reference-log-probs"
         )
+    if args.hidden_dropout:
+        raise OptionError(
+            f"{found}: found --hidden-dropout {args.hidden_dropout:g}, expected none, because a "
+            "step trains by what a pass before it has found: pass --hidden-dropout 0"
+        )
     refused = {
-        "--hidden-dropout": args.hidden_dropout != 0,
         "--mtp-num-layers": args.mtp_num_layers is not None,
         "--no-hdp-fused-loss": not args.hdp_fused_loss,
         "--overlap-param-gather": args.overlap_param_gather,

@@ -170,6 +170,7 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
         ("", {"hybrid_layer_pattern": "*-/G-"}, "-pattern: found G, expected .* gated delta net"),
         ("", {"hybrid_layer_pattern": "D-"}, "-pattern: found D, expected .* sparse attention"),
         ("--lora-rank 2", {"pretrained_checkpoint": "base"}, "found --pretrained-checkpoint besi"),
+        ("--hdp-objective dpo", {}, "--hdp-objective: found it in a Megatron-LM checkout"),
         # what Megatron-LM's script reads and leaves out
         ("", {"position_embedding_type": "yarn"}, "expected 0.19 or newer"),
         ("", UNSCALED, "--rope-scaling-factor: found 32.0, expected 8"),

@@ -239,6 +239,26 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         (f"--q-lora-rank 33 {TWO}", f"--q-lora-rank 33 is not a multiple of {TWO}"),
         (f"--q-lora-rank 32 --qk-layernorm {TWO}", "needs --sequence-parallel"),
     ],
+    f"{ON} --global-batch-size 8 --hidden-dropout 0 --hdp-objective simpo": [
+        ("--hdp-reference-checkpoint c", "no effect without --hdp-objective dpo or ipo or kto"),
+        ("--hdp-desirable-weight 2", "no effect without --hdp-objective kto"),
+        ("--hdp-beta 0", "found --hdp-beta 0, expected a number above 0"),
+        ("--hidden-dropout 0.1", "found --hidden-dropout 0.1, .* pass --hidden-dropout 0"),
+        ("--hdp-survive", "found --hdp-survive"),
+        ("--no-hdp-fused-loss", "found --no-hdp-fused-loss"),
+        ("--sft", "found --sft"),
+        ("--hdp-long-sequence truncate", "found --hdp-long-sequence truncate"),
+        ("--hdp-label-smoothing 0.5", "found 0.5, expected less than 0.5"),
+    ],
+    f"{ON} --global-batch-size 8": [
+        ("--hdp-objective dpo", "dpo measures against a frozen model, and found none"),
+        ("--hdp-objective ppo", "invalid choice: 'ppo'"),
+        ("--hdp-beta 0.2", "--hdp-beta has no effect without --hdp-objective"),
+        (
+            "--hdp-objective ipo --hdp-reference-checkpoint c --hdp-label-smoothing 0.1",
+            "no effect without --hdp-objective dpo or simpo",
+        ),
+    ],
 }
 
 
