@@ -15,12 +15,20 @@ from megatron_hdp.convert.adapters import AdapterReader, MergedReader, record_of
 from megatron_hdp.convert.families.flags import update
 from megatron_hdp.convert.families.registry import family_of, flags_of
 from megatron_hdp.convert.families.table import Family, Piece, by_file, pieces
+from megatron_hdp.convert.families.vision import (
+    Naming,
+    has_pictures,
+    language_of,
+    naming_of,
+    with_language,
+)
 from megatron_hdp.convert.files import hf_folder
 from megatron_hdp.convert.files.dist_reader import DistReader
 from megatron_hdp.convert.files.hf_folder import CONFIG, SINGLE, listed
 from megatron_hdp.convert.files.quantised import without_quantisation
-from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter
+from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter, Stored
 from megatron_hdp.convert.files.workplace import require_new, workplace
+from megatron_hdp.convert.to_megatron import copy_tensors
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
 from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, CheckpointFolder
@@ -39,10 +47,15 @@ class Trained:
     place: Path
     like: Path
     config: dict[str, Any]
-    """As it will be written."""
+    """Of the language model."""
     family: Family
     reader: DistReader | MergedReader
     pieces: list[Piece]
+    whole: dict[str, Any]
+    """The configuration as it will be written."""
+    naming: Naming
+    pictures: dict[str, Stored]
+    """Tensors of what makes rows of pictures, which training has not changed."""
 
     @classmethod
     def find(
@@ -62,9 +75,13 @@ class Trained:
                 f"{like / CONFIG}: found no such file, expected the model's configuration: give "
                 "--like with the folder of the model that training began with"
             )
-        before = without_quantisation(hf_folder.read_json(like / CONFIG))
+        written = hf_folder.read_json(like / CONFIG)
+        before = without_quantisation(language_of(written))
         family = family_of(before, str(like / CONFIG))
         flags = flags_of(family, before, str(like / CONFIG))
+        stored = hf_folder.find_tensors(like) if has_pictures(written) else {}
+        naming = naming_of(written, stored)
+        pictures = {name: one for name, one in stored.items() if naming.is_of_pictures(name)}
         config = update(before, flags, released.flags_of(place))
         reader = _reader(place, base)
         stacked = not any(key.startswith("decoder.layers.0.") for key in reader.keys)
@@ -72,7 +89,8 @@ class Trained:
         _require_all(place, reader, plan)
         saved_in = str(reader.dtype(plan[0].key)).removeprefix("torch.")
         config |= dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, saved_in)
-        return cls(place, like, config, family, reader, plan)
+        whole = with_language(written, config)
+        return cls(place, like, config, family, reader, plan, whole, naming, pictures)
 
     def identity(self) -> str:
         """What decides the content of the files."""
@@ -83,7 +101,7 @@ class Trained:
             str(self.place.resolve()),
             at.st_size,
             at.st_mtime_ns,
-            self.config,
+            self.whole,
         ]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -139,20 +157,28 @@ def to_hugging_face(
     trained = Trained.find(source, like, step, base)
     shards = by_file(trained.pieces, trained.num_bytes, SHARD_BYTES, whole=True)
     total = sum(map(trained.num_bytes, trained.pieces))
+    of_pictures = sum(one.num_bytes for one in trained.pictures.values())
+    num_shards = len(shards) + bool(of_pictures)
     with workplace(target, trained.identity(), say) as work:
         shard_of: dict[str, str] = {}
         with progress_bar("convert", total) as tell:
             for number, shard in enumerate(shards):
-                name = _shard_name(number, len(shards))
+                name = _shard_name(number, num_shards)
                 if work.record_of(name) is None:
                     _write_shard(trained, shard, work.folder / name, tell)
                     work.finish(name, True)
                 else:
                     tell(sum(map(trained.num_bytes, shard)))
-                shard_of.update({one.name: name for piece in shard for one in piece.entries})
-        if len(shards) > 1:
-            hf_folder.write_index(work.folder, shard_of, total)
-        hf_folder.carry(trained.like, work.folder, trained.config)
+                for piece in shard:
+                    in_files = (trained.naming.in_files(one.name) for one in piece.entries)
+                    shard_of.update(dict.fromkeys(in_files, name))
+        if of_pictures:
+            name = _shard_name(len(shards), num_shards)
+            copy_tensors(trained.pictures, work.folder / name)
+            shard_of |= dict.fromkeys(trained.pictures, name)
+        if num_shards > 1:
+            hf_folder.write_index(work.folder, shard_of, total + of_pictures)
+        hf_folder.carry(trained.like, work.folder, trained.whole)
 
 
 def _reader(place: Path, base: Path | None) -> DistReader | MergedReader:
@@ -245,7 +271,7 @@ def _write_shard(
     trained: Trained, shard: Sequence[Piece], path: Path, tell: Callable[[int], Any]
 ) -> None:
     tensors = {
-        entry.name: (trained.reader.dtype(piece.key), entry.shape)
+        trained.naming.in_files(entry.name): (trained.reader.dtype(piece.key), entry.shape)
         for piece in shard
         for entry in piece.entries
     }
@@ -260,4 +286,4 @@ def _write_piece(trained: Trained, piece: Piece, file: SafetensorsWriter) -> Non
     region = trained.reader.read(piece.key, piece.offsets, piece.lengths).reshape(piece.region)
     tensors = piece.layout.to_hugging_face(region, trained.family.sizes(trained.config))
     for entry, tensor in zip(piece.entries, tensors, strict=True):
-        file.write(entry.name, tensor, entry.part)
+        file.write(trained.naming.in_files(entry.name), tensor, entry.part)

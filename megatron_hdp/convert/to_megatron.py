@@ -14,15 +14,17 @@ from typing import Any
 from megatron_hdp.convert.families.flags import as_yaml
 from megatron_hdp.convert.families.registry import family_of, flags_of
 from megatron_hdp.convert.families.table import Config, Family, Piece, by_file, pieces
+from megatron_hdp.convert.families.vision import language_of, naming_of, with_language
 from megatron_hdp.convert.files import dist_writer, hf_folder
 from megatron_hdp.convert.files.dist_writer import Chunk, DistFile
-from megatron_hdp.convert.files.hf_folder import CONFIG, listed
+from megatron_hdp.convert.files.hf_folder import CONFIG, SINGLE, listed
 from megatron_hdp.convert.files.quantised import (
     Tensor,
     as_read,
     require_weight,
     without_quantisation,
 )
+from megatron_hdp.convert.files.safetensors_file import DTYPES, SafetensorsWriter, Stored
 from megatron_hdp.convert.files.workplace import Workplace, require_new, workplace
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
@@ -41,12 +43,16 @@ class Model:
     """A model of Hugging Face and what it becomes."""
 
     folder: Path
+    whole: Config
+    """What will stand beside the checkpoint."""
     config: Config
-    """In bfloat16, if the files hold fewer bits."""
+    """Of the language model; in bfloat16, if the files hold fewer bits."""
     family: Family
     flags: dict[str, Any]
     tensors: dict[str, Tensor]
     pieces: list[Piece]
+    pictures: dict[str, Stored]
+    """Tensors of what makes rows of pictures."""
 
     @classmethod
     def find(cls, folder: Path) -> Model:
@@ -55,17 +61,27 @@ class Model:
         Raises:
             ValueError: it is not all there, or no model that can be converted; says why.
         """
-        written = hf_folder.read_json(folder / CONFIG)
+        whole = hf_folder.read_json(folder / CONFIG)
+        written = language_of(whole)
         family = family_of(written, str(folder / CONFIG))
         try:
             config = without_quantisation(written)
         except ValueError as error:
             raise ValueError(f"{folder / CONFIG}: {error}") from None
         flags = flags_of(family, config, str(folder / CONFIG))
-        tensors = as_read(written, hf_folder.find_tensors(folder))
+        stored = hf_folder.find_tensors(folder)
+        naming = naming_of(whole, stored)
+        pictures = {name: one for name, one in stored.items() if naming.is_of_pictures(name)}
+        of_text = {
+            naming.of_language_model(name): one
+            for name, one in stored.items()
+            if name not in pictures
+        }
+        tensors = as_read(written, of_text)
         plan = pieces(family, config, stacked=is_stacked(flags))
         _require_all(folder, family, config, tensors, plan)
-        return cls(folder, config, family, flags, tensors, plan)
+        whole = with_language(whole, config)
+        return cls(folder, whole, config, family, flags, tensors, plan, pictures)
 
     def num_bytes(self, piece: Piece) -> int:
         """Of its tensors."""
@@ -80,7 +96,7 @@ class Model:
         shards = {one.path: one.path.stat() for one in self.tensors.values()}
         content = {
             "version": _VERSION,
-            "config": self.config,
+            "config": self.whole,
             "shards": [(path.name, at.st_size, at.st_mtime_ns) for path, at in shards.items()],
             "tensors": {name: one.path.name for name, one in self.tensors.items()},
         }
@@ -121,7 +137,9 @@ def to_megatron(folder: Path, target: Path, yaml: Path | None, say: Callable[[st
         release.mkdir(exist_ok=True)
         files, sums = _write_tensors(model, work, release)
         _write_rest(model, release, files, sums)
-        hf_folder.carry(folder, work.folder / MODEL_FILES, model.config)
+        hf_folder.carry(folder, work.folder / MODEL_FILES, model.whole)
+        if model.pictures:
+            copy_tensors(model.pictures, work.folder / MODEL_FILES / SINGLE)
         (work.folder / MODEL_YAML).write_text(text)
     if yaml is not None:
         yaml.write_text(text)
@@ -182,6 +200,14 @@ def _write_rest(
     padded = {"padded_vocab_size": model.flags["vocab_size"]}
     released.write_common(release, model.flags | {"seq_length": _longest(model)} | padded)
     released.finish(release, sums)
+
+
+def copy_tensors(tensors: Mapping[str, Stored], path: Path) -> None:
+    """Writes tensors of other files into one, bit for bit."""
+    told = {name: (DTYPES[one.dtype], one.shape) for name, one in sorted(tensors.items())}
+    with closing(SafetensorsWriter(path, told)) as file:
+        for name in told:
+            file.write(name, tensors[name].read())
 
 
 def _states(plan: Sequence[Piece]) -> Iterator[str]:
