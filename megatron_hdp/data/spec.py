@@ -1,5 +1,6 @@
 """One source of data as a user names it: where it lies, what it is, how it becomes sequences."""
 
+import os
 from dataclasses import dataclass, fields
 
 FORMATS = ("auto", "tokens", "text", "chat", "pairs", "labelled")
@@ -8,6 +9,26 @@ BACKENDS = ("local", "ray")
 TOKENISE = ("ahead", "on-the-fly")
 GO_ON_WITHOUT = "go-on-without"
 ON_FAILURE = ("error", GO_ON_WITHOUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaSpec:
+    """The pictures of a source; the fields are the keys of ``media`` in a source."""
+
+    encoder: str
+    """How pictures are resized and cut: ``qwen3-vl``, ``qwen2.5-vl``, ``clip-l-336`` or
+    ``siglip-so400m-384``."""
+    folder: str | None = None
+    """Where relative paths of pictures begin; if not given, at the folder of the source."""
+    placeholder: str | None = None
+    """The token that stands for a picture; if not given, ``<|image_pad|>`` for Qwen's encoders,
+    ``<image>`` for others."""
+    least_pixels: int | None = None
+    """A smaller picture is enlarged; if not given, as the encoder's."""
+    most_pixels: int | None = None
+    """A larger picture is made smaller; if not given, as the encoder's."""
+    most_file_pixels: int = 2**26
+    """A picture whose file has more is bad: it is not decoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +62,8 @@ class SourceSpec:
     file that holds a Jinja template; if not given, the tokenizer's own, else ChatML."""
     train_on: str = "assistant"
     """Of conversations, the turns that carry loss: ``assistant``, ``last`` or ``all``."""
+    media: MediaSpec | None = None
+    """Of conversations with pictures: [its keys](#media)."""
     max_epochs: int | None = None
     """The source ends after this many passes; if not given, never."""
     long_sequence: str | None = None
@@ -52,6 +75,13 @@ class SourceSpec:
     on_failure: str = "error"
     """What happens when the data plane cannot read the source any more: the run ends (``error``) or
     continues without it (``go-on-without``)."""
+
+    @property
+    def pictures_folder(self) -> str:
+        """Where relative paths of its pictures begin."""
+        if self.media is not None and self.media.folder is not None:
+            return self.media.folder
+        return self.path if os.path.isdir(self.path) else os.path.dirname(self.path) or "."
 
     @property
     def may_fail(self) -> bool:

@@ -1,8 +1,8 @@
 """The ``.sums`` beside a ``.bin/.idx`` pair: what its bytes were, compared as they are read.
 
-The first page is that of `data.mapped_file`, with the XXH3 of the ``.idx``, ``.spans`` and
-``.sides``. Then come 4 bytes for each 4 KiB of the ``.bin``, which a kernel reads as a whole
-anyway: the lower half of their XXH3, of which their number is the seed.
+The first page is that of `data.mapped_file`, with the XXH3 of what else lies beside the ``.bin``.
+Then come 4 bytes for each 4 KiB of the ``.bin``, which a kernel reads as a whole anyway: the lower
+half of their XXH3, of which their number is the seed.
 """
 
 import os
@@ -24,7 +24,7 @@ SUFFIX = ".sums"
 BLOCK = 4096
 
 _KIND = FileKind(b"HDPSUMS\0", 1)
-BESIDE = (".idx", ".spans", ".sides")
+BESIDE = (".idx", ".spans", ".sides", ".items")
 """Suffixes of what is read whole."""
 _BLOCKS_AT_ONCE = 1 << 12
 

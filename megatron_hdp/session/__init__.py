@@ -3,6 +3,7 @@
 from megatron_hdp.megatron.model import add_adapters
 from megatron_hdp.runtime.loss import Preference
 from megatron_hdp.session.batch import MediaItem, TokenBatch
+from megatron_hdp.session.data_steps import DataSteps
 from megatron_hdp.session.losses import FromHidden, FromLogProbs, FromValues, weights_of
 from megatron_hdp.session.media import MediaEncoder
 from megatron_hdp.session.outcome import SessionReport
@@ -10,6 +11,7 @@ from megatron_hdp.session.preference import PreferenceReport, preference_step
 from megatron_hdp.session.session import HdpSession
 
 __all__ = [
+    "DataSteps",
     "FromHidden",
     "FromLogProbs",
     "FromValues",

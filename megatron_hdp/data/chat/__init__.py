@@ -1,7 +1,14 @@
 """Conversations: rows of data to tokens, and which of them carry loss."""
 
 from megatron_hdp.data.chat.conversations import ChatTokens, Conversations
+from megatron_hdp.data.chat.pictures import PictureConversations
 from megatron_hdp.data.chat.preferences import Preferences
 from megatron_hdp.data.chat.rows import BadConversationError
 
-__all__ = ["BadConversationError", "ChatTokens", "Conversations", "Preferences"]
+__all__ = [
+    "BadConversationError",
+    "ChatTokens",
+    "Conversations",
+    "PictureConversations",
+    "Preferences",
+]

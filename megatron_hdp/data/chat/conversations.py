@@ -18,6 +18,7 @@ from megatron_hdp.data.chat.rows import (
     require_whole_characters,
 )
 from megatron_hdp.data.chat.templates import CHATML, ChatTemplate
+from megatron_hdp.data.media import ItemPlace
 from megatron_hdp.data.spec import TRAIN_ON
 from megatron_hdp.data.tokenizers import Tokenizer
 
@@ -35,6 +36,10 @@ class ChatTokens:
     """``int64[m, 2]``: ``[start, stop)`` of trained tokens, rising, never the first token."""
     is_good: bool | None = None
     """Of preferences: whether it is the chosen or a desirable answer."""
+    items: tuple[ItemPlace, ...] = ()
+    """Its pictures, in their order."""
+    item_tokens: tuple[int, ...] = ()
+    """The token that stands for each."""
 
 
 class Conversations:

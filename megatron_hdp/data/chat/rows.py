@@ -8,7 +8,7 @@ from megatron_hdp.data.characters import half_pair
 
 Message = dict[str, Any]
 
-_CONVERSATION_KEYS = ("messages", "conversations", "conversation")
+CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 _ROLE_KEYS = ("role", "from")
 _CONTENT_KEYS = ("content", "value")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -125,7 +125,7 @@ def _messages_of(row: Message) -> list[Any]:
     for key in _MEDIA_KEYS:
         if row.get(key):
             raise _media(key)
-    named = [key for key in _CONVERSATION_KEYS if row.get(key) is not None]
+    named = [key for key in CONVERSATION_KEYS if row.get(key) is not None]
     if not named:
         raise BadConversationError(
             f"no conversation among the keys {', '.join(map(str, row)) or 'of an empty row'}; "

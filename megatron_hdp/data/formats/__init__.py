@@ -3,7 +3,7 @@
 from megatron_hdp.data.formats.files import files_below, files_of, kind_of
 from megatron_hdp.data.formats.lines import CompressedLines, Lines, line_origin, record_of_line
 from megatron_hdp.data.formats.records import BadRecord, Format, Piece, Record
-from megatron_hdp.data.formats.registry import format_of, pieces_of, read
+from megatron_hdp.data.formats.registry import format_of, pieces_of, read, table_of
 from megatron_hdp.data.formats.tables import PartReader, Table
 from megatron_hdp.data.formats.texts import Text
 
@@ -25,4 +25,5 @@ __all__ = [
     "pieces_of",
     "read",
     "record_of_line",
+    "table_of",
 ]

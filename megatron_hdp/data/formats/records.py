@@ -42,9 +42,13 @@ class Origin:
         """Name the record at a number, which counts from 1 in the piece; 0 is the file itself."""
         if number == 0:
             return self.path
+        return f"{self.path}, {self._unit} {self.in_file(number)}"
+
+    def in_file(self, number: int) -> int:
+        """Return the number of a record in its file, from 1, of its number in the piece."""
         if self._before is not None:
             self._num_before, self._before = self._before(), None
-        return f"{self.path}, {self._unit} {self._num_before + number}"
+        return self._num_before + number
 
 
 @dataclass(frozen=True, slots=True)

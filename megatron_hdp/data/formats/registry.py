@@ -12,12 +12,23 @@ from megatron_hdp.data.formats.lines import (
 )
 from megatron_hdp.data.formats.parquet import Parquet
 from megatron_hdp.data.formats.records import BadRecord, Format, Piece, Record
+from megatron_hdp.data.formats.tables import Table
+from megatron_hdp.data.formats.tars import Tar
 from megatron_hdp.data.formats.texts import Text
 
 _TEXT, _LINES = Text(), Lines()
 _COMPRESSED = (CompressedLines("gzip", (".gz",)), CompressedLines("zstd", (".zst", ".zstd")))
-_TABLES = (Parquet(), Arrow())
-_BY_NAME: dict[str, Format] = {one.name: one for one in (_TEXT, _LINES, *_COMPRESSED, *_TABLES)}
+_TABLES: tuple[Table, ...] = (Parquet(), Arrow())
+_TAR = Tar()
+_BY_NAME: dict[str, Format] = {
+    one.name: one for one in (_TEXT, _LINES, *_COMPRESSED, *_TABLES, _TAR)
+}
+
+
+def table_of(path: str) -> Table | None:
+    """Return the format of a file that is a table by its name, else None."""
+    suffix = os.path.splitext(path.lower())[1]
+    return next((table for table in _TABLES if suffix in table.suffixes), None)
 
 
 def format_of(path: str, key: str | None, *, lines: bool) -> Format:
@@ -28,9 +39,10 @@ def format_of(path: str, key: str | None, *, lines: bool) -> Format:
     """
     stem, suffix = os.path.splitext(path.lower())
     lines = lines or key is None
-    for table in _TABLES:
-        if suffix in table.suffixes:
-            return table
+    if (table := table_of(path)) is not None:
+        return table
+    if key is None and suffix in _TAR.suffixes:
+        return _TAR
     inner = os.path.splitext(stem)[1]
     for compressed in _COMPRESSED:
         if suffix in compressed.suffixes and (lines or inner in (*_LINES.suffixes, ".json")):

@@ -16,6 +16,7 @@ from megatron_hdp.data.mixture.open_corpus import (
     prepare_source,
     prepared,
 )
+from megatron_hdp.data.mixture.picture_source import PictureRows, PictureSource
 from megatron_hdp.data.mixture.position import Position, SeenLosses, position_of_run
 from megatron_hdp.data.mixture.schedule import (
     SPLITS,
@@ -40,6 +41,8 @@ __all__ = [
     "MixtureSpec",
     "Opening",
     "Phase",
+    "PictureRows",
+    "PictureSource",
     "Position",
     "ResolvedSchedule",
     "Schedule",

@@ -42,6 +42,12 @@ class Corpus:
         self.schedule = spec.schedule.resolved(sizes, max_length)
         for i, source in enumerate(self.sources):
             bound = self.schedule.least_max_length(i)
+            if source.has_pictures and source.longest > bound:
+                raise ValueError(
+                    f"{spec.origin}: source '{source.name}' has a sequence of {source.longest:,} "
+                    f"tokens, the schedule allows {bound:,}, and would cut pictures: expected "
+                    "the same max-length in all phases with such a source"
+                )
             if source.long_sequence == "error" and source.longest > bound:
                 has = "may have" if source.is_estimated else "has"
                 policies = "truncate" if source.is_estimated else "truncate or split"
@@ -56,6 +62,11 @@ class Corpus:
         """``pairs`` or ``labelled`` where the sources hold preferences."""
         found = self.sources[0].sides
         return None if found is None else found.kind
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether pictures stand among the tokens of a source."""
+        return any(one.has_pictures for one in self.sources)
 
     @property
     def group(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from megatron_hdp.data.media import PictureSettings
 from megatron_hdp.data.mixture.schedule import WEIGHT_UNITS, MixtureSpec, Phase, Schedule, amount_of
 from megatron_hdp.data.spec import (
     BACKENDS,
@@ -19,9 +20,11 @@ from megatron_hdp.data.spec import (
     TOKENISE,
     TRAIN_ON,
     LoadersSpec,
+    MediaSpec,
     PrimitivesSpec,
     SourceSpec,
 )
+from megatron_hdp.media import ENCODERS
 from megatron_hdp.nearest import nearest
 from megatron_hdp.options.yaml_nodes import AsWritten, is_text, shown, switch_of
 
@@ -35,6 +38,7 @@ _CHOICES = {
     "on_failure": ON_FAILURE,
     "long_sequence": ("error", "truncate", "split"),
     "backend": BACKENDS,
+    "encoder": tuple(ENCODERS),
 }
 
 
@@ -149,6 +153,19 @@ class _Reader:
             values["tokenizer"] = f"hf:{self._path.parent / tokenizer}"
         return SourceSpec(**values)
 
+    def _media(self, node: yaml.Node, what: str) -> MediaSpec:
+        values = self._values(node, MediaSpec, what)
+        if "encoder" not in values:
+            self._refuse(node, f"{what}: found no 'encoder', expected {' or '.join(ENCODERS)}")
+        if "folder" in values:
+            values["folder"] = str(self._path.parent / values["folder"])
+        found = MediaSpec(**values)
+        try:
+            PictureSettings.of(found)
+        except ValueError as error:
+            self._refuse(node, f"{what}: {error}")
+        return found
+
     def _loaders(self, node: yaml.Node) -> LoadersSpec:
         found = LoadersSpec(**self._values(node, LoadersSpec, "loaders"))
         if found.min > found.max:
@@ -194,6 +211,8 @@ class _Reader:
     def _value(self, node: yaml.Node, what: str, name: str, kind: Any) -> Any:
         if name in _CHOICES:
             return self._choice(node, what, _CHOICES[name])
+        if kind == MediaSpec | None:
+            return self._media(node, what)
         if kind is bool:
             found = switch_of(node)
             if found is None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_hdp.data.formats import kind_of
+from megatron_hdp.data.media import SUFFIX as ITEMS_SUFFIX
+from megatron_hdp.data.media import Items, PictureFiles, PictureSettings
 from megatron_hdp.data.mixture.corpus import Corpus
+from megatron_hdp.data.mixture.picture_source import Lengthening, PictureRows, PictureSource
 from megatron_hdp.data.mixture.schedule import MixtureSpec
 from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.table_source import TableSource
@@ -123,6 +127,11 @@ def open_text(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> TextSo
         ValueError: there is no tokenizer, the files cannot be used so, or hold no record.
         OSError: where the records lie cannot be kept.
     """
+    if source.media is not None:
+        raise ValueError(
+            f"{spec.origin}: found tokenise: on-the-fly for source '{source.name}' with media, "
+            "expected ahead: the sizes of its pictures must be known"
+        )
     if kind_of(source) in KINDS:
         raise ValueError(
             f"{spec.origin}: found tokenise: on-the-fly for source '{source.name}' of the format "
@@ -201,6 +210,12 @@ def _opened(
     opening: Opening,
 ) -> TableSource:
     long_sequence = source.long_sequence or opening.long_sequence
+    pictures = _pictures_of(source, prefix, spec)
+    if pictures is not None and long_sequence == "split":
+        raise ValueError(
+            f"{spec.origin}: found long-sequence split for source '{source.name}', which has "
+            "pictures, expected truncate or error: a piece could begin within one"
+        )
     sides = Sides.beside(prefix)
     if sides is not None and long_sequence != "error":
         raise ValueError(
@@ -208,13 +223,16 @@ def _opened(
             "holds preferences, expected error: an answer that is cut is another one; leave rows "
             "out whose answers are too long, or raise --seq-length"
         )
+    how: dict[str, Any] = {"cache_folder": opening.cache_folder, "say": opening.say}
+    if pictures is not None:
+        most = opening.max_length if long_sequence == "truncate" else None
+        how["longer"] = longer = Lengthening(pictures, most, documents)
     table, reader = open_source(
         prefix,
         max_length=opening.max_length,
         long_sequence=long_sequence,
         documents=documents,
-        cache_folder=opening.cache_folder,
-        say=opening.say,
+        **how,
     )
     if kind_of(source) != "tokens":
         reader.note_opened()
@@ -232,18 +250,53 @@ def _opened(
         _require_all_sides(prefix, sides, table, reader, spans)
     group = 1 if sides is None else sides.group
     first_row, num_rows = _rows_of_split(source, table, opening.max_length, spec, group)
-    return TableSource(
-        spec=source,
-        prefix=prefix,
-        table=table,
-        reader=reader,
-        spans=spans,
-        long_sequence=long_sequence,
-        num_bad=bad,
-        known_sides=sides,
-        first_row=first_row,
-        num_rows=num_rows,
-    )
+    parts: dict[str, Any] = {
+        "spec": source,
+        "prefix": prefix,
+        "table": table,
+        "reader": reader,
+        "spans": spans,
+        "long_sequence": long_sequence,
+        "num_bad": bad,
+        "known_sides": sides,
+        "first_row": first_row,
+        "num_rows": num_rows,
+    }
+    if pictures is None:
+        return TableSource(**parts)
+    _require_all_items(prefix, pictures, reader, spans)
+    table.facts = replace(table.facts, num_truncated=longer.num_cut)
+    return PictureSource(**parts, pictures=pictures)
+
+
+def _pictures_of(source: SourceSpec, prefix: str, spec: MixtureSpec) -> PictureRows | None:
+    """Return the pictures of a pair, which its source must say how to read."""
+    items = Items.beside(prefix)
+    if items is None and source.media is None:
+        return None
+    if source.media is None or items is None:
+        found = "pictures and no media" if items is not None else "media and no pictures"
+        raise ValueError(
+            f"{spec.origin}: found {found} for source '{source.name}' ({prefix}), expected both, "
+            "with the encoder that is trained: add media: {encoder: ..}, or take it out"
+        )
+    settings = PictureSettings.of(source.media)
+    return PictureRows.of(items, PictureFiles(source.pictures_folder, settings))
+
+
+def _require_all_items(
+    prefix: str, pictures: PictureRows, reader: TokenReader, spans: Spans | None
+) -> None:
+    """Refuse pictures of which something is missing."""
+    if reader.sums is not None:
+        reader.sums.require_file(ITEMS_SUFFIX)
+    num_documents = count_documents(prefix)
+    if spans is None or len(pictures.items) != num_documents:
+        found = "no .spans" if spans is None else f"{num_documents:,} documents"
+        raise ValueError(
+            f"{prefix}{ITEMS_SUFFIX} has the pictures of {len(pictures.items):,} documents beside "
+            f"{found}, expected as many, and .spans: make the pair again from its source"
+        )
 
 
 def _require_all_sides(

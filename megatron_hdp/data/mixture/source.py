@@ -42,6 +42,11 @@ class Source(Rows, Protocol):
         return None
 
     @property
+    def has_pictures(self) -> bool:
+        """Whether pictures stand among its tokens, in which no row may be cut."""
+        return False
+
+    @property
     def group(self) -> int:
         """Neighbouring rows that are drawn as one and stay in one step."""
         return 1 if self.sides is None else self.sides.group

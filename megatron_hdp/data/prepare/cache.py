@@ -29,6 +29,7 @@ from megatron_hdp.data.prepare.prepared_files import (
     PreparedFiles,
     known_contents,
     prepared_by_others,
+    suffixes_of,
 )
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
 from megatron_hdp.data.prepare.tokenising import join, progress_bar, run_tasks
@@ -84,7 +85,13 @@ def prepare(
             f"source {spec.name} ({spec.path}) is a .bin/.idx pair, expected text or "
             "conversations: use it as it is"
         )
+    if spec.media is not None and kind != "chat":
+        raise ValueError(
+            f"source {spec.name}: found media and the format {kind}, expected format: chat, whose "
+            "rows can have pictures"
+        )
     files = files_of(spec.path, spec.glob)
+    suffixes = suffixes_of(kind, has_pictures=spec.media is not None)
     tokenizer = spec.tokenizer or tokenizer
     os.makedirs(folder, exist_ok=True)
     name = re.sub(r"[^\w.-]", "_", spec.name).encode()[:_MOST_NAME_BYTES].decode(errors="ignore")
@@ -93,9 +100,9 @@ def prepare(
     with progress_bar(f"{spec.name}: hashes", size, delay_s=1.0) as tell:
         contents = contents_of(files, known_contents(folder, name), tell)
     key = key_of(recipe, contents, text_key(spec, kind))
-    target = PreparedFiles(folder, f"{name}-{key}", SUFFIXES[kind])
+    target = PreparedFiles(folder, f"{name}-{key}", suffixes)
     about = {"source": spec.name, "tokenizer_name": tokenizer, **recipe}
-    for other in (target, *prepared_by_others(folder, key, SUFFIXES[kind])):
+    for other in (target, *prepared_by_others(folder, key, suffixes)):
         if (counts := other.counts()) is not None:
             target = other
             break
@@ -148,7 +155,12 @@ def _make(
     result = Counts()
     for shard in shards:
         result.add(finished[shard.index])
-    require_few_bad(spec, result)
+    try:
+        require_few_bad(spec, result)
+    except ValueError:
+        if spec.media is not None:  # of other files, which may be mended
+            target.forget()
+        raise
     if result.documents == 0:
         raise ValueError(
             f"source {spec.name} ({spec.path}): none of {len(files):,} files has a token "

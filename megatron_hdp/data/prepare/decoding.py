@@ -9,11 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.data.chat import BadConversationError, ChatTokens, Conversations, Preferences
+from megatron_hdp.data.chat import (
+    BadConversationError,
+    ChatTokens,
+    Conversations,
+    PictureConversations,
+    Preferences,
+)
 from megatron_hdp.data.formats import BadRecord, Record
 from megatron_hdp.data.sides import KINDS
-from megatron_hdp.data.spec import SourceSpec
+from megatron_hdp.data.spec import MediaSpec, SourceSpec
 from megatron_hdp.data.tokenizers import TokenBatch, Tokenizer, build_tokenizer
+
+Chat = Conversations | PictureConversations | Preferences
+"""What makes tokens of rows."""
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 1024
 
@@ -27,6 +36,10 @@ class Decoding:
     """Of the text; None: rows are conversations."""
     sides: str | None = None
     """``pairs`` or ``labelled``: rows are such preferences."""
+    media: MediaSpec | None = None
+    """Of rows with pictures."""
+    folder: str = ""
+    """Where relative paths of pictures begin."""
     append_eod: bool = True
     template: str | None = None
     train_on: str = "assistant"
@@ -52,6 +65,8 @@ def decoding_of(spec: SourceSpec, kind: str, tokenizer: str) -> Decoding:
         tokenizer=build_tokenizer(tokenizer),
         key=text_key(spec, kind),
         sides=kind if kind in KINDS else None,
+        media=spec.media,
+        folder=spec.pictures_folder,
         append_eod=spec.append_eod,
         template=spec.template,
         train_on=spec.train_on,
@@ -87,7 +102,7 @@ def tokens_of_texts(decoding: Decoding, batch: Sequence[Record]) -> TokenBatch:
     return TokenBatch(ids, found.lengths + (found.lengths > 0))
 
 
-def conversations_of(decoding: Decoding) -> Conversations | Preferences:
+def conversations_of(decoding: Decoding) -> Chat:
     """Return what makes tokens of rows.
 
     Raises:
@@ -96,20 +111,30 @@ def conversations_of(decoding: Decoding) -> Conversations | Preferences:
     if decoding.sides is not None:
         how = decoding.tokenizer, decoding.template, decoding.train_on
         return Preferences(decoding.sides, *how)
+    if decoding.media is not None:
+        return PictureConversations(
+            decoding.tokenizer,
+            decoding.media,
+            decoding.folder,
+            decoding.template,
+            decoding.train_on,
+            decoding.append_eod,
+        )
     return Conversations(
         decoding.tokenizer, decoding.template, decoding.train_on, decoding.append_eod
     )
 
 
-def rendered(
-    conversations: Conversations | Preferences, record: Record
-) -> list[ChatTokens] | BadRecord:
+def rendered(conversations: Chat, record: Record) -> list[ChatTokens] | BadRecord:
     """Return the documents of a row, or what is wrong with it.
 
     Raises:
         ValueError: the template is at fault.
     """
     try:
+        if isinstance(conversations, PictureConversations):
+            number = record.origin.in_file(record.number) - 1
+            return conversations.render(record.value, record.origin.path, number)
         return conversations.render(record.value)
     except BadConversationError as error:
         return BadRecord(f"{record.where}: {error}", record.num_bytes)

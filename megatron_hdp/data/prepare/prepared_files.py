@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from megatron_hdp.data import sides, sums
+from megatron_hdp.data import media, sides, sums
 from megatron_hdp.data.hashes import hash_of_bytes, hash_of_file
 from megatron_hdp.data.prepare.cache_key import Content
 from megatron_hdp.data.prepare.shards import Counts, Shard
@@ -27,9 +27,14 @@ SUFFIXES = {
     "chat": (MAIN, ".idx", ".spans", sums.SUFFIX),
     **dict.fromkeys(sides.KINDS, (MAIN, ".idx", ".spans", sides.SUFFIX, sums.SUFFIX)),
 }
-"""Those of what is made, by the kind of the source."""
+"""Those of what is made, by the kind of the source; rows with pictures have one more."""
 
 _FILES, _CHECK = "files", "check"
+
+
+def suffixes_of(kind: str, *, has_pictures: bool) -> tuple[str, ...]:
+    """Return the suffixes of what is made of a source."""
+    return (*SUFFIXES[kind], *([media.SUFFIX] if has_pictures else []))
 
 
 class PreparedFiles:
@@ -65,6 +70,10 @@ class PreparedFiles:
         for start in (self.prefix, f"{self._work}/"):
             for path in glob.glob(f"{glob.escape(start)}*.tmp[0-9]*"):
                 os.remove(path)
+
+    def forget(self) -> None:
+        """Remove finished shards, so that they are run again."""
+        shutil.rmtree(self._work)
 
     def shard_prefix(self, shard: Shard) -> str:
         """Where the pair of a shard lies."""

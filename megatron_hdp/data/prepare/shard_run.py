@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from megatron_hdp.data import sides
+from megatron_hdp.data import media, sides
 from megatron_hdp.data.formats import BadRecord, Record, read
 from megatron_hdp.data.prepare.decoding import (
     Decoding,
@@ -22,7 +22,7 @@ Tell = Callable[[int], object]
 def run_shard(decoding: Decoding, shard: Shard, prefix: str, tell: Tell) -> Counts:
     """Write a shard as ``PREFIX.bin/.idx``, of conversations with ``PREFIX.spans``, or nothing.
 
-    Preferences have ``PREFIX.sides``, too.
+    Preferences have ``PREFIX.sides``, rows with pictures ``PREFIX.items``, too.
 
     Raises:
         ValueError: a file cannot be read, or a document is bad and none may be.
@@ -33,8 +33,12 @@ def run_shard(decoding: Decoding, shard: Shard, prefix: str, tell: Tell) -> Coun
         with TokenWriter(prefix, decoding.tokenizer.vocab_size, durable=decoding.durable) as writer:
             records = _good(decoding, shard, counts, tell)
             if decoding.key is None:
+                items = media.ItemsWriter()
                 with SpansWriter(f"{prefix}.spans", durable=decoding.durable) as spans:
-                    good = _write_conversations(decoding, records, writer, spans, counts, tell)
+                    writers = writer, spans, items
+                    good = _write_conversations(decoding, records, writers, counts, tell)
+                if decoding.media is not None:
+                    items.write(prefix + media.SUFFIX, durable=decoding.durable)
                 if decoding.sides is not None:
                     path = prefix + sides.SUFFIX
                     sides.write_sides(path, decoding.sides, good, durable=decoding.durable)
@@ -72,13 +76,13 @@ def _write_texts(
 def _write_conversations(
     decoding: Decoding,
     records: Iterator[Record],
-    writer: TokenWriter,
-    spans: SpansWriter,
+    writers: tuple[TokenWriter, SpansWriter, media.ItemsWriter],
     counts: Counts,
     tell: Tell,
 ) -> list[bool]:
     """Return of each document whether it is the preferred side, where it has sides."""
     conversations = conversations_of(decoding)
+    writer, spans, items = writers
     good = []
     for record in records:
         tell(record.num_bytes)
@@ -89,5 +93,6 @@ def _write_conversations(
         for one in documents:
             writer.add(one.ids)
             spans.add(one.spans)
+            items.add(one.items, one.item_tokens)
             good.append(bool(one.is_good))
     return good

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 
-from megatron_hdp.data import sides
+from megatron_hdp.data import media, sides
 from megatron_hdp.data.prepare.decoding import Decoding
 from megatron_hdp.data.prepare.shard_run import Tell, run_shard
 from megatron_hdp.data.prepare.shards import Counts, Shard, cut, shard_bytes_for
@@ -81,6 +81,8 @@ def join(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
         concatenate_spans(spans, target + ".spans", durable=decoding.durable)
     if decoding.sides is not None:
         sides.concatenate_sides(prefixes, target + sides.SUFFIX, durable=decoding.durable)
+    if decoding.media is not None:
+        media.concatenate_items(prefixes, target + media.SUFFIX, durable=decoding.durable)
     if len(prefixes) == 1:
         move_pair(prefixes[0], target)
     else:

@@ -3,13 +3,13 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from megatron_hdp.data.index_checks import IndexChecks
-from megatron_hdp.data.index_file import IndexFile
+from megatron_hdp.data.index_file import Documents, IndexFile
 from megatron_hdp.data.sums import Sums
 from megatron_hdp.data.tables.cache import TableCache
 from megatron_hdp.data.tables.columns import fill_private
@@ -70,6 +70,10 @@ def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _unchanged(documents: Documents) -> Documents:
+    return documents
+
+
 def open_source(
     prefix: str | os.PathLike[str],
     *,
@@ -78,12 +82,14 @@ def open_source(
     documents: range | None = None,
     cache_folder: Path | None = None,
     say: Say = _to_stderr,
+    longer: Callable[[Documents], Documents] | None = None,
 ) -> tuple[SequenceTable, TokenReader]:
     """Open what a run reads of a pair: the sequences of some documents, and their tokens by place.
 
     The table lies in memory of this process, or in a file of `cache_folder` (``--data-cache-path``)
     that the processes of a node share, built by the first of them. `long_sequence` is as of
-    `Cutting`.
+    `Cutting`. With `longer`, which gives documents the lengths that they have once they are drawn,
+    the table lies in memory.
 
     Raises:
         TokenFileError: one of the two files is missing, malformed, too short or not as written.
@@ -95,7 +101,7 @@ def open_source(
         index.num_documents, max_length=max_length, long_sequence=long_sequence, documents=documents
     )
     sums = Sums.beside(prefix)
-    if cache_folder is not None:
+    if cache_folder is not None and longer is None:
         found = TableCache(index, cutting, cache_folder, say, sums).open()
         table = SequenceTable(found.facts, found.columns)
         token_type, num_bytes = np.dtype(found.origin.token_type), found.origin.token_bytes
@@ -103,7 +109,8 @@ def open_source(
         if sums is not None:
             sums.require_file(".idx")
         checks = IndexChecks(index)
-        survey = Survey.of(cutting, checks.documents())
-        table = SequenceTable(*fill_private(index.documents(), survey))
+        change = longer or _unchanged
+        survey = Survey.of(cutting, map(change, checks.documents()))
+        table = SequenceTable(*fill_private(map(change, index.documents()), survey))
         token_type, num_bytes = index.dtype, checks.num_bytes
     return table, TokenReader(prefix, token_type, num_bytes)

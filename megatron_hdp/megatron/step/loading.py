@@ -79,7 +79,13 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
     Raises:
         ValueError: one of them cannot be opened, or has no sequence.
     """
-    return open_corpus(spec, _opening(arguments))
+    corpus = open_corpus(spec, _opening(arguments))
+    if corpus.has_pictures:
+        raise ValueError(
+            f"{spec.origin}: found a source with pictures, which this command cannot encode, "
+            "expected text or conversations: train it in your own loop (HdpSession)"
+        )
+    return corpus
 
 
 def has_documents(arguments: TrainingArguments, spec: MixtureSpec) -> bool:

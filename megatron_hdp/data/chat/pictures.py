@@ -1,0 +1,329 @@
+"""Rows with pictures: a text in which a token stands for each, and where their bytes lie.
+
+Pictures are named under ``image`` or ``images``, in the order of the ``<image>`` marks of the texts
+(LLaVA, ShareGPT), or in parts of contents (``{type: image, image: ..}``, ``{type: image_url, ..}``,
+as OpenAI and Qwen have them; a part that names none stands for the next one of ``images``). A
+picture with a caption becomes a question without words and its answer. ``texts`` and ``images`` of
+one length (OBELICS), or ``text_list`` and ``image_info`` (MMC4), are a document, all of it trained.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.chat.conversations import ChatTokens, Conversations
+from megatron_hdp.data.chat.megatron_formats import PREFIX
+from megatron_hdp.data.chat.rows import (
+    CONVERSATION_KEYS,
+    BadConversationError,
+    require_whole_characters,
+)
+from megatron_hdp.data.media import (
+    MOST_BYTES,
+    MOST_SIDE,
+    ItemPlace,
+    PictureError,
+    PictureSettings,
+    bytes_of_picture,
+    listed_pictures,
+    section,
+    size_of_picture,
+)
+from megatron_hdp.data.spec import MediaSpec
+from megatron_hdp.data.tokenizers import Tokenizer
+
+_VERSION = 1  # of what this module makes of a row: another result is another version
+_MARK = "<image>"
+_CAPTIONS = ("caption", "text", "txt")
+_OF_PART = ("image", "image_url", "path", "url")
+_CONTENTS = ("content", "value")
+
+
+class PictureConversations:
+    """Makes tokens of rows with pictures, as `Conversations` does of others."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        media: MediaSpec,
+        folder: str,
+        template: str | None = None,
+        train_on: str = "assistant",
+        append_eod: bool = True,
+    ) -> None:
+        """Prepare tokenizer and template.
+
+        Args:
+            tokenizer: of the model.
+            media: what the source says of its pictures.
+            folder: where their relative paths begin.
+            template: as of `Conversations`, which may not be a ``megatron:`` format.
+            train_on: likewise.
+            append_eod: whether a document that is no conversation ends with the tokenizer's end.
+
+        Raises:
+            ValueError: as of `Conversations`, or the placeholder is no token of the tokenizer's.
+        """
+        if (template or "").startswith(PREFIX):
+            raise ValueError(
+                f"template {template} with pictures: expected a Jinja template or chatml, whose "
+                "texts can hold them"
+            )
+        self._tokenizer, self._folder = tokenizer, folder
+        self._settings = PictureSettings.of(media)
+        self._append_eod = append_eod
+        placeholder = self._settings.placeholder
+        ids = tokenizer.tokenize_markup(placeholder)[0]
+        if len(ids) != 1:
+            raise ValueError(
+                f"the placeholder {placeholder} becomes {len(ids)} tokens, expected one: give the "
+                "model's tokenizer, or the token that stands for a picture (media: placeholder)"
+            )
+        self._placeholder = int(ids[0])
+        self._conversations = Conversations(tokenizer, template, train_on)
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits over all but the tokenizer that decides what rows become."""
+        one = self._settings
+        of_pictures = one.placeholder, one.written, one.written_part, one.most_file_pixels
+        parts = (_VERSION, *of_pictures, self._append_eod, self._conversations.fingerprint())
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+    def render(self, row: Any, path: str, number: int) -> list[ChatTokens]:
+        """Return the document of a row.
+
+        Args:
+            row: as it was read.
+            path: the file in which it stands.
+            number: its number there; of tables alone it must be that.
+
+        Raises:
+            BadConversationError: the row cannot be trained on; the message is a short reason.
+            ValueError: none of the first rows could be masked: the template is at fault.
+        """
+        if not isinstance(row, dict):
+            raise BadConversationError("the row is no object, expected one with `messages`")
+        taken = _Pictures(row, self._settings)
+        if (text := taken.document()) is not None:
+            found = self._document(text)
+        else:
+            (found,) = self._conversations.render(taken.conversation())
+        taken.require_all_taken()
+        places = np.flatnonzero(found.ids == self._placeholder)
+        if len(places) != len(taken.references):
+            raise BadConversationError(
+                f"{len(places)} {self._settings.placeholder} among its tokens and "
+                f"{len(taken.references)} pictures, expected one for each: the template leaves "
+                "them out, or a text holds the token itself"
+            )
+        items = [self._item(one, path, number, place) for one, place in taken.references]
+        return [
+            replace(
+                found,
+                spans=_without(found.spans, places),
+                items=tuple(items),
+                item_tokens=tuple(places.tolist()),
+            )
+        ]
+
+    def _document(self, text: str) -> ChatTokens:
+        require_whole_characters(text)
+        ids = self._tokenizer.tokenize_markup(text)[0]
+        if self._append_eod:
+            ids = np.append(ids, self._tokenizer.eod)
+        if len(ids) < 2:
+            raise BadConversationError("no text beside its pictures")
+        return ChatTokens(ids.astype(np.int64), np.array([[1, len(ids)]]))
+
+    def _item(self, reference: Any, path: str, number: int, place: int | None) -> ItemPlace:
+        """Where a picture lies, and how large it is by its header."""
+        try:
+            if (raw := bytes_of_picture(reference)) is not None:
+                if place is None:
+                    raise PictureError("a part with bytes, expected them under `images`")
+                at = os.path.relpath(path, self._folder), number, place
+                return self._sized(io.BytesIO(raw), f"picture {place}", *at)
+            if isinstance(reference, dict) and "offset" in reference:
+                offset, size = int(reference["offset"]), int(reference["size"])
+                with section(path, offset, size) as stream:
+                    at = os.path.relpath(path, self._folder), offset, size
+                    return self._sized(stream, str(reference.get("path")), *at)
+            name = _path_of(reference)
+            whole = os.path.join(self._folder, name)
+            with open(whole, "rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                return self._sized(stream, name, os.path.relpath(whole, self._folder), 0, size)
+        except PictureError as error:
+            raise BadConversationError(str(error)) from error
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise BadConversationError(
+                f"no picture {error.filename}, expected it there: copy it, or say where its path "
+                "begins (media: folder)"
+            ) from error
+
+    def _sized(self, stream: BinaryIO, name: str, file: str, offset: int, size: int) -> ItemPlace:
+        found = size_of_picture(stream, name, most_pixels=self._settings.most_file_pixels)
+        if max(found.height, found.width) > MOST_SIDE or size > MOST_BYTES:
+            raise PictureError(
+                f"{name}: found {found.height:,} x {found.width:,} pixels in {size:,} bytes, "
+                f"expected at most {MOST_SIDE:,} a side and 4 GiB: make it smaller, or leave it out"
+            )
+        try:
+            self._settings.rows(found.height, found.width)
+        except ValueError as error:
+            raise PictureError(f"{name}: {error}") from error
+        return ItemPlace(file, offset, size, found.height, found.width)
+
+
+class _Pictures:
+    """The pictures of one row, in the order in which its texts have them."""
+
+    def __init__(self, row: dict[str, Any], settings: PictureSettings) -> None:
+        self._row, self._settings = dict(row), settings
+        self.references: list[tuple[Any, int | None]] = []
+        """Each picture, with its number among those that are listed."""
+        self._listed = list(enumerate(listed_pictures(row)))
+        for key in ("image", "images"):
+            self._row.pop(key, None)
+        self._next = 0
+
+    def document(self) -> str | None:
+        """The text of an interleaved document; None: the row is none."""
+        row = self._row
+        if isinstance(texts := row.get("texts"), list):
+            if len(texts) != len(self._listed):
+                raise BadConversationError(
+                    f"{len(texts)} `texts` and {len(self._listed)} `images`, expected as many"
+                )
+            beside = [one for _, one in self._listed]
+            self._listed = [(i, one) for i, one in self._listed if one]
+            return "".join(
+                _text(text) if text else self._taken(None) if one else ""
+                for text, one in zip(texts, beside, strict=True)
+            )
+        if isinstance(texts := row.get("text_list"), list):
+            infos = row.get("image_info") or []
+            before: dict[int, list[Any]] = {}
+            for one in infos:
+                before.setdefault(int(one.get("matched_text_index", 0)), []).append(one)
+            pieces = []
+            for i, text in enumerate(texts):
+                for one in before.get(i, ()):
+                    pieces.append(self._taken(one.get("image_name") or one))
+                pieces.append(_text(text))
+            return " ".join(pieces)
+        return None
+
+    def conversation(self) -> dict[str, Any]:
+        """The row with texts alone, in which pictures are written."""
+        row = self._row
+        key = next((key for key in CONVERSATION_KEYS if isinstance(row.get(key), list)), None)
+        if key is None:
+            caption = next((row[one] for one in _CAPTIONS if isinstance(row.get(one), str)), None)
+            if caption is None or not self._listed:
+                return row
+            marks = "".join(self._taken(None) for _ in self._listed)
+            turns = [("user", marks), ("assistant", caption)]
+            return {"messages": [{"role": role, "content": text} for role, text in turns]}
+        return {**row, key: [self._message(one) for one in row[key]]}
+
+    def require_all_taken(self) -> None:
+        """Refuses a row that has other pictures than its texts say.
+
+        Raises:
+            BadConversationError: gives both numbers.
+        """
+        if self._next != len(self._listed):
+            raise BadConversationError(
+                f"{self._next} {_MARK} in its texts and {len(self._listed)} pictures, expected as "
+                "many"
+            )
+
+    def _message(self, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        key = next((key for key in _CONTENTS if message.get(key) is not None), None)
+        if key is None:
+            return message
+        content = message[key]
+        if isinstance(content, str):
+            return {**message, key: self._marked(content)}
+        if isinstance(content, list) and any(map(_is_picture, content)):
+            return {**message, key: "".join(map(self._part, content))}
+        return message
+
+    def _part(self, part: Any) -> str:
+        if isinstance(part, str):
+            return self._marked(part)
+        if _is_picture(part):
+            named = next((part[key] for key in _OF_PART if part.get(key) is not None), None)
+            written = self._taken(named)
+            return self._settings.written_part if written else written
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise BadConversationError(f"a part `{kind}`, expected text or a picture")
+        return self._marked(text)
+
+    def _marked(self, text: str) -> str:
+        first, *others = text.split(_MARK)
+        return first + "".join(self._taken(None) + one for one in others)
+
+    def _taken(self, named: Any) -> str:
+        """What stands for a picture, which is the next of those that are listed if it has no name.
+
+        One mark too many is counted here, and refused once all are.
+        """
+        if named is not None:
+            self.references.append((named, None))
+        else:
+            if self._next < len(self._listed):
+                number, one = self._listed[self._next]
+                self.references.append((one, number))
+            self._next += 1
+        return self._settings.written
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise BadConversationError(f"found {text!r:.40} among its texts, expected a text")
+    return text
+
+
+def _path_of(reference: Any) -> str:
+    """The path that a picture is named by."""
+    named = reference
+    while isinstance(named, dict):
+        named = next((named[key] for key in ("path", "url", "image") if named.get(key)), None)
+    if not isinstance(named, str):
+        raise BadConversationError(f"found {reference!r:.60} as a picture, expected its path")
+    kind = named.partition(":")[0]
+    if kind in ("http", "https", "data"):
+        raise BadConversationError(
+            f"a picture that begins with {kind}:, expected the path of a file: save it as one"
+        )
+    return named.removeprefix("file://")
+
+
+def _without(spans: Int64Array, places: Sequence[int] | Int64Array) -> Int64Array:
+    """Spans that leave out some tokens, so that no picture is to be predicted."""
+    found = []
+    for start, stop in spans.tolist():
+        inside = [int(place) for place in places if start <= place < stop]
+        borders = [start, *(b for place in inside for b in (place, place + 1)), stop]
+        found += [
+            pair for pair in zip(borders[::2], borders[1::2], strict=True) if pair[0] < pair[1]
+        ]
+    if not found:
+        raise BadConversationError("no token to train on but pictures")
+    return np.array(found, dtype=np.int64)

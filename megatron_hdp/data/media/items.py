@@ -1,0 +1,184 @@
+"""The ``.items`` beside a ``.bin/.idx`` pair: the pictures of each document, and where they lie.
+
+The first page is that of `data.mapped_file`. Then come ``first[documents + 1]``, the items before
+each document (``int64``); 24 bytes an item (`ITEM`); where the name of each file ends (``int64``);
+the names, one behind another, which begin at the folder of the source's pictures.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.index_file import TokenFileError
+from megatron_hdp.data.mapped_file import PAGE, DamagedFileError, FileKind
+from megatron_hdp.files import new_file
+
+SUFFIX = ".items"
+ITEM = np.dtype(
+    [
+        ("offset", "<u8"),  # of its first byte; in a table the number of its row
+        ("size", "<u4"),  # in bytes; in a table its number among the pictures of its row
+        ("file", "<u4"),
+        ("token", "<u4"),  # of the document, which stands for it
+        ("height", "<u2"),  # in pixels, upright
+        ("width", "<u2"),
+    ]
+)
+MOST_SIDE, MOST_BYTES = 2**16 - 1, 2**32 - 1
+
+_KIND = FileKind(b"HDPITEMS", 1)
+_NUMBER = np.dtype("<i8")
+_REBUILD = "make it again from its source"
+
+
+@dataclass(frozen=True)
+class ItemPlace:
+    """A picture of a document, and where its bytes lie."""
+
+    file: str
+    """From the folder of the source's pictures on."""
+    offset: int
+    """As of `ITEM`."""
+    size: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Items:
+    """Of the documents of one pair; mapped, so that the processes of a node share them."""
+
+    first: Int64Array
+    """Items before each document, and all, ``[documents + 1]``."""
+    records: npt.NDArray[Any]
+    """Of type `ITEM`, document after document, by their tokens."""
+    _ends: Int64Array
+    _names: memoryview
+
+    @classmethod
+    def beside(cls, prefix: str | os.PathLike[str]) -> Self | None:
+        """Open the items of a pair; None: it has none.
+
+        Raises:
+            TokenFileError: they are damaged.
+        """
+        path = os.fspath(prefix) + SUFFIX
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            about, mapped = _KIND.map(file, lambda about: _places(about)[-1])
+            places = _places(about)
+        except DamagedFileError as error:
+            raise TokenFileError(f"{path} {error}: the file is damaged; {_REBUILD}") from None
+        finally:
+            os.close(file)
+        counts = int(about["documents"]) + 1, int(about["items"]), int(about["files"])
+        first = np.frombuffer(mapped, _NUMBER, counts[0], places[0])
+        records = np.frombuffer(mapped, ITEM, counts[1], places[1])
+        ends = np.frombuffer(mapped, _NUMBER, counts[2], places[2])
+        found = cls(first, records, ends, memoryview(mapped)[places[3] :])
+        found._require(path)
+        return found
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.first) - 1
+
+    def of(self, document: int) -> npt.NDArray[Any]:
+        """Return the items of a document, of type `ITEM`."""
+        return self.records[self.first[document] : self.first[document + 1]]
+
+    def name(self, file: int) -> str:
+        """Return the name of a file, from the folder of pictures on."""
+        begin = int(self._ends[file - 1]) if file else 0
+        return bytes(self._names[begin : int(self._ends[file])]).decode()
+
+    def _require(self, path: str) -> None:
+        counts = np.diff(self.first)
+        files = self.records["file"]
+        if (
+            self.first[0] != 0
+            or self.first[-1] != len(self.records)
+            or (counts < 0).any()
+            or (len(files) and int(files.max()) >= len(self._ends))
+            or not (self.records["height"].all() and self.records["width"].all())
+        ):
+            raise TokenFileError(f"{path} contradicts itself: the file is damaged; {_REBUILD}")
+
+
+class ItemsWriter:
+    """Collects the items of documents, and writes them: all of it or nothing."""
+
+    def __init__(self) -> None:
+        """Begin without a document."""
+        self._counts: list[int] = []
+        self._parts: list[npt.NDArray[Any]] = []
+        self._numbers: dict[str, int] = {}
+
+    def add(self, items: Sequence[ItemPlace], tokens: Sequence[int]) -> None:
+        """Append the next document, whose items stand at some of its tokens."""
+        part = np.zeros(len(items), dtype=ITEM)
+        for i, (one, token) in enumerate(zip(items, tokens, strict=True)):
+            file = self._number(one.file)
+            part[i] = (one.offset, one.size, file, token, one.height, one.width)
+        self._counts.append(len(items))
+        self._parts.append(part)
+
+    def add_all_of(self, other: Items) -> None:
+        """Append every document of a file."""
+        renamed = [self._number(other.name(file)) for file in range(len(other._ends))]
+        part = other.records.copy()
+        part["file"] = np.array([*renamed, 0], dtype=np.uint32)[part["file"]]
+        self._counts += np.diff(other.first).tolist()
+        self._parts.append(part)
+
+    def write(self, path: str, *, durable: bool = False) -> None:
+        """Write a ``.items``."""
+        first = np.concatenate([[0], np.cumsum(self._counts, dtype=np.int64)]).astype(_NUMBER)
+        records = np.concatenate([np.zeros(0, dtype=ITEM), *self._parts])
+        names = [name.encode() for name in self._numbers]
+        ends = np.cumsum([len(name) for name in names], dtype=np.int64).astype(_NUMBER)
+        about = {
+            "documents": len(self._counts),
+            "items": len(records),
+            "files": len(names),
+            "names": sum(map(len, names)),
+        }
+        with new_file(path, durable=durable) as temporary, open(temporary, "w+b") as target:
+            target.seek(PAGE)
+            for part in (first, records, ends):
+                target.write(part.tobytes())
+            target.write(b"".join(names))
+            target.flush()
+            target.truncate(_places(about)[-1])
+            _KIND.describe(target.fileno(), about)
+
+    def _number(self, name: str) -> int:
+        return self._numbers.setdefault(name, len(self._numbers))
+
+
+def concatenate_items(prefixes: Iterable[str], target: str, *, durable: bool = False) -> None:
+    """Write the items of several pairs into one, in this order."""
+    writer = ItemsWriter()
+    for prefix in prefixes:
+        if (found := Items.beside(prefix)) is not None:
+            writer.add_all_of(found)
+    writer.write(target, durable=durable)
+
+
+def _places(about: Any) -> list[int]:
+    """Where the parts begin, and where the last one ends."""
+    sizes = (
+        _NUMBER.itemsize * (int(about["documents"]) + 1),
+        ITEM.itemsize * int(about["items"]),
+        _NUMBER.itemsize * int(about["files"]),
+        int(about["names"]),
+    )
+    return [PAGE + sum(sizes[:i]) for i in range(len(sizes) + 1)]
