@@ -108,7 +108,7 @@ ROOMS: dict[str, set[str]] = {
     "plugin": {"megatron", "runtime", "training"},
     "__main__": {"plugin"},
     "cli/shared": {"planner", "simulator", "megatron/options"},
-    "cli/data_commands": {"cli/shared", "planner", "data", "data_plane", "simulator"},
+    "cli/data_commands": {"cli/shared", "planner", "media", "data", "data_plane", "simulator"},
     "cli/checking": {"cli/shared", "planner", "data", "megatron", "simulator"},
     "cli": {
         *{"cli/shared", "cli/data_commands", "cli/checking", "media"},

@@ -229,6 +229,13 @@ def sources() -> str:
     return _spec_table(SourceSpec, without=("name",))
 
 
+def media() -> str:
+    """Keys of ``media`` in a source."""
+    from megatron_hdp.data.spec import MediaSpec
+
+    return _spec_table(MediaSpec)
+
+
 def loaders() -> str:
     """Keys of ``loaders`` in a file of ``--hdp-data``."""
     from megatron_hdp.data.spec import LoadersSpec
@@ -276,6 +283,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "machine": machine,
     "cost-model": cost_model,
     "sources": sources,
+    "media": media,
     "loaders": loaders,
     "primitives": primitives,
     "exit-codes": exit_codes,

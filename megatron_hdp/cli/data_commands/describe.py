@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def report(found: Sequence[Description]) -> str:
     """Return the tables: how much there is, how long it is, where its tokens lie."""
-    tables = [_sizes(found), _lengths(found), _shares(found)]
+    tables = [_sizes(found), _pictures(found), _lengths(found), _shares(found)]
     notes = [
         f"  {one.title}: estimates, from {one.sampled[0]:,} of {one.sampled[1]:,} records"
         for one in found
@@ -66,6 +66,26 @@ def _sizes(found: Sequence[Description]) -> list[str]:
         for i, one in enumerate(found)
     ]
     return aligned([("source", *columns), *rows, *(totals if len(found) > 1 else [])])
+
+
+def _pictures(found: Sequence[Description]) -> list[str]:
+    """Return nothing where no source has any."""
+    rows = []
+    for one in found:
+        if (pictures := one.pictures) is None:
+            continue
+        tokens = one.histogram.num_tokens
+        share = f"{pictures.num_rows / max(tokens, 1):.1%}"
+        pixels = [f"{count:,}" for count in pictures.pixels.values()]
+        of_encoder = f"{pictures.encoder_share(tokens):.1%}"
+        counts = f"{pictures.num_items:,}", f"{pictures.num_rows:,}"
+        rows.append((one.title, *counts, share, *pixels, of_encoder))
+    if not rows:
+        return []
+    quantiles = next(one.pictures.pixels for one in found if one.pictures is not None)
+    names = [f"pixels {name}" for name in quantiles]
+    header = ("pictures", "items", "rows", "of tokens", *names, "encoder beside 8B")
+    return aligned([header, *rows])
 
 
 def _lengths(found: Sequence[Description]) -> list[str]:

@@ -14,6 +14,7 @@ from megatron_hdp.data.mixture import (
     BlendFlags,
     MixtureSpec,
     Opening,
+    PictureSource,
     Schedule,
     TableSource,
     TextSource,
@@ -25,10 +26,48 @@ from megatron_hdp.data.mixture import (
 )
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import count_documents, split_documents
+from megatron_hdp.media import ENCODERS
 
+_PIXEL_QUANTILES = (0.1, 0.5, 0.9, 1.0)
 _PIECE = 1 << 20  # rows counted at once
 _NUM_RUNS, _RUN = 128, 32  # of neighbouring records that are sampled
 _FILE_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Those of a source, by their sizes: nothing is decoded."""
+
+    num_items: int
+    num_rows: int
+    """Tokens that they are."""
+    pixels: dict[str, int]
+    """Of a picture's file, by quantile."""
+    encoder_flop: float
+    """Of a forward over all of them."""
+
+    @classmethod
+    def of(cls, source: PictureSource) -> Pictures:
+        """Count those that are drawn."""
+        assert source.spec.media is not None
+        encoder = ENCODERS[source.spec.media.encoder]
+        is_kept = source.kept()
+        rows = source.pictures.rows[is_kept]
+        records = source.pictures.items.records[is_kept]
+        pixels = np.sort(records["height"].astype(np.int64) * records["width"])
+        patches = rows.astype(np.float64) * encoder.patches_per_row
+        linear, quadratic = encoder.flop()
+        shown = {f"{share:.0%}": int((len(pixels) - 1) * share) for share in _PIXEL_QUANTILES}
+        return cls(
+            num_items=len(rows),
+            num_rows=int(rows.sum()),
+            pixels={name: int(pixels[at]) if len(pixels) else 0 for name, at in shown.items()},
+            encoder_flop=float((linear * patches + quadratic * patches**2).sum()),
+        )
+
+    def encoder_share(self, tokens: int, parameters: float = 8e9) -> float:
+        """Return the encoder's share of the FLOP beside a language model of so many parameters."""
+        return self.encoder_flop / max(self.encoder_flop + 2 * parameters * tokens, 1.0)
 
 
 @dataclass(frozen=True)
@@ -52,6 +91,7 @@ class Description:
     """Whether some tokens are not trained though they could be predicted."""
     histogram: Histogram
     """Of its sequences: the documents, cut to the context length."""
+    pictures: Pictures | None = None
     sampled: tuple[int, int] | None = None
     """Records that were looked at and those that there are, where the figures are estimates."""
 
@@ -78,7 +118,19 @@ class Description:
                 "longest": lengths.longest,
             },
             "sampled": self.sampled,
+            **({} if self.pictures is None else {"pictures": self._pictures_record()}),
             "token_shares": {str(most): part for most, part in lengths.token_shares().items()},
+        }
+
+    def _pictures_record(self) -> dict[str, object]:
+        assert self.pictures is not None
+        one, tokens = self.pictures, self.histogram.num_tokens
+        return {
+            "items": one.num_items,
+            "rows": one.num_rows,
+            "pixels": one.pixels,
+            "encoder_flop": one.encoder_flop,
+            "encoder_share_8b": one.encoder_share(tokens),
         }
 
 
@@ -156,6 +208,7 @@ def _described(spec: MixtureSpec, opening: Opening, part: str | None) -> Descrip
         loss_tokens=sum(_loss_tokens(source, rows) for rows in _pieces(source)),
         is_masked=source.spans is not None,
         histogram=histogram,
+        pictures=Pictures.of(source) if isinstance(source, PictureSource) else None,
     )
 
 

@@ -57,6 +57,12 @@ def _seq_length(spec: MixtureSpec, arguments: argparse.Namespace) -> int:
                     "so that its longest text is not known: give --seq-length, or a max-length in "
                     "the schedule's first phase"
                 )
+            if source.media is not None:
+                raise ValueError(
+                    f"found no --seq-length, and source '{source.name}' has pictures, which are "
+                    "longer than what is stored: give --seq-length, or a max-length in the "
+                    "schedule's first phase"
+                )
         opening = opening_of(arguments, max_length=1)
         longest = max(_longest(prefix) for prefix in _prefixes(spec, opening))
         length, what = max([longest, *said]), "the longest document"

@@ -8,6 +8,7 @@ from megatron_hdp.cli.data_commands.flags import opening_of
 from megatron_hdp.data.formats import kind_of
 from megatron_hdp.data.index_checks import IndexChecks
 from megatron_hdp.data.index_file import IndexFile, TokenFileError
+from megatron_hdp.data.media import Items
 from megatron_hdp.data.mixture import prefix_of, prepare_source, read_data_file
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.sums import BESIDE
@@ -78,6 +79,11 @@ def checked(name: str, prefix: str) -> Ready:
                 f"{index.num_documents:,}, expected as many: they belong to different token files; "
                 "make them again from their source"
             )
+    if (items := Items.beside(prefix)) is not None and len(items) != index.num_documents:
+        raise TokenFileError(
+            f"{prefix}.items is of {len(items):,} documents, the .idx beside it has "
+            f"{index.num_documents:,}, expected as many: make them again from their source"
+        )
     return Ready(name, documents, tokens, 0, prefix, None)
 
 

@@ -161,6 +161,18 @@ class PictureSource(TableSource):
                 found.append((begin, StoredPicture(self.pictures.files, name, *numbers)))
         return found
 
+    def kept(self) -> BoolArray:
+        """Return which of the pair's items its rows have, ``[items]``."""
+        pictures, rows = self.pictures, np.arange(self.num_rows)
+        first = pictures.items.first
+        documents = np.repeat(np.arange(len(pictures.items)), np.diff(first))
+        sums = np.concatenate([[0], np.cumsum(pictures.rows - 1)])
+        begins = pictures.items.records["token"] + sums[:-1] - sums[first[documents]]
+        lengths = np.zeros(len(pictures.items), dtype=np.int64)
+        lengths[self.table.documents(rows + self.first_row)] = self.lengths(rows)
+        is_kept: BoolArray = begins < lengths[documents]
+        return is_kept
+
     def contents(self) -> int:
         """Return a fingerprint of samples of its tokens, of what is trained, and of its items."""
         items = self.pictures.items
