@@ -19,7 +19,7 @@ from megatron_hdp.convert.files.workplace import require_new, workplace
 from megatron_hdp.megatron.adapters import NAMES
 from megatron_hdp.megatron.checkpoint.reading import read_common
 from megatron_hdp.megatron.checkpoint.unpickling import read_list
-from megatron_hdp.megatron.checkpoint.weights import ADAPTERS, OURS
+from megatron_hdp.megatron.checkpoint.weights import saved_adapters
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
@@ -31,8 +31,7 @@ def record_of(place: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: it is damaged.
     """
-    found: dict[str, Any] | None = read_common(place).get(OURS, {}).get(ADAPTERS)
-    return found
+    return saved_adapters(read_common(place))
 
 
 class AdapterReader:

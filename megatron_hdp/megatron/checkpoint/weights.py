@@ -18,6 +18,14 @@ OURS = "megatron_hdp"
 """The entry of a checkpoint that is not Megatron's."""
 ADAPTERS = "adapters"
 """Where that says which adapters it holds; None or nothing: a whole model's weights."""
+IN_ARGUMENTS = "hdp_adapters"
+"""Where arguments of a Megatron-LM checkout, which its checkpoints hold, say the same."""
+
+
+def saved_adapters(common: dict[str, Any]) -> dict[str, Any] | None:
+    """Which adapters a checkpoint holds, by what its ranks hold alike; None: a whole model."""
+    found: dict[str, Any] | None = common.get(OURS, {}).get(ADAPTERS)
+    return getattr(common.get("args"), IN_ARGUMENTS, None) if found is None else found
 
 
 def layout_metadata() -> dict[str, Any]:
@@ -85,7 +93,7 @@ def load_weights(
         )
     require_shared(source, "the session")
     reading.require_sound(source, contents=checksums, say=say)
-    saved = reading.read_common(source).get(OURS, {}).get(ADAPTERS)
+    saved = saved_adapters(reading.read_common(source))
     of_adapters = saved is not None
     if of_adapters and not has_adapters(chunks):
         require_same_adapters(None, saved, source)

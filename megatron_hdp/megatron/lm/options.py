@@ -280,12 +280,19 @@ def _check_kind(args: argparse.Namespace) -> None:
 
 
 def _check_adapters(args: argparse.Namespace) -> None:
-    """Refuses a base without adapters: Megatron wants each weight of the model in a checkpoint."""
-    if getattr(args, "pretrained_checkpoint", None):
+    """Refuses what does not go with checkpoints of adapters alone."""
+    if not getattr(args, "pretrained_checkpoint", None):
+        return
+    found = getattr(args, "ckpt_format", "torch_dist")
+    if found != "torch_dist":
         raise OptionError(
-            "--lora-rank: found --pretrained-checkpoint beside it, expected none, because in a "
-            "Megatron-LM checkout checkpoints hold the base and its adapters: use python -m "
-            "megatron_hdp.pretrain_gpt, which takes both flags"
+            f"--lora-rank: found --pretrained-checkpoint beside it and --ckpt-format {found}, "
+            "expected torch_dist, because checkpoints hold adapters alone then: leave it out"
+        )
+    if getattr(args, "finetune", False):
+        raise OptionError(
+            "--lora-rank: found --pretrained-checkpoint and --finetune beside it, expected one of "
+            "them: adapters begin at zero, or --load resumes them; leave --finetune out"
         )
 
 

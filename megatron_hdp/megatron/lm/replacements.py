@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from megatron_hdp.megatron.cpu import shim
@@ -218,9 +219,11 @@ def save(original: Function, *positional: Any, **named: Any) -> Any:
         if _run.args.async_save:
             iteration = arguments_of(original, *positional, **named)["iteration"]
             _survival.saves.begin(iteration)
-    from megatron_hdp.megatron.lm import checkpoint
+    from megatron_hdp.megatron.lm import adapters, checkpoint
 
-    with _job.saving(), checkpoint.saving():
+    chunks = arguments_of(original, *positional, **named)["model"]
+    alone = adapters.alone(chunks) if adapters.are_alone(_run.args) else nullcontext()
+    with _job.saving(), checkpoint.saving(), alone:
         return original(*positional, **named)
 
 
@@ -251,17 +254,28 @@ def schedule_save(original: Function, async_request: Any) -> Any:
 
 @patch("megatron.training.checkpointing:load_checkpoint")
 def load(original: Function, *positional: Any, **named: Any) -> Any:
-    """The distributed optimizer can restore torch's Adam."""
-    optimizer = None
+    """The distributed optimizer can restore torch's Adam; adapters may have a base of their own."""
     if _survival is not None and _survival.joins:
         return 0, 0  # others give it their weights
-    if _hdp_is_on():
-        optimizer = inspect.signature(original).bind(*positional, **named).arguments["optimizer"]
-    if optimizer is None:
+    if not _hdp_is_on():
         return original(*positional, **named)
+    from megatron.training import get_args
+
+    from megatron_hdp.megatron.lm import adapters
     from megatron_hdp.megatron.optimizer import torch_adam
 
-    with torch_adam.restorable(optimizer):
+    args = get_args()
+    bound = inspect.signature(original).bind(*positional, **named).arguments
+    chunks, optimizer = bound["ddp_model"], bound["optimizer"]
+    with ExitStack() as stack:
+        if adapters.are_alone(args):
+            if not adapters.load_base(chunks, args):
+                return 0, 0
+            stack.enter_context(adapters.alone(chunks))
+        else:
+            adapters.require_own(args)
+        if optimizer is not None:
+            stack.enter_context(torch_adam.restorable(optimizer))
         return original(*positional, **named)
 
 

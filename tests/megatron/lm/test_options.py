@@ -131,6 +131,7 @@ FLEX = {DISPATCHER: "flex", "bf16": True, "expert_model_parallel_size": 2}
 PADDED_FLEX = {BACKEND: "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True}
 BESIDE = {DISPATCHER: "alltoall", "moe_shared_expert_overlap": True}
 BESIDE |= {"moe_shared_expert_intermediate_size": 8, "add_bias_linear": False}
+BASE = {"pretrained_checkpoint": "base"}
 TWO = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SELECTIVE = {"recompute_granularity": "selective"}
 RAMP = {"rampup_batch_size": [2, 2, 8]}
@@ -169,8 +170,9 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
         ("", {"hybrid_layer_pattern": "*-M-"}, "-pattern: found M, expected .* a Mamba block"),
         ("", {"hybrid_layer_pattern": "*-/G-"}, "-pattern: found G, expected .* gated delta net"),
         ("", {"hybrid_layer_pattern": "D-"}, "-pattern: found D, expected .* sparse attention"),
-        ("--lora-rank 2", {"pretrained_checkpoint": "base"}, "found --pretrained-checkpoint besi"),
         ("--hdp-objective dpo", {}, "--hdp-objective: found it in a Megatron-LM checkout"),
+        ("--lora-rank 2", BASE | {"ckpt_format": "torch"}, "format torch, expected torch_dist"),
+        ("--lora-rank 2", BASE | {"finetune": True}, "and --finetune beside it, expected one"),
         # what Megatron-LM's script reads and leaves out
         ("", {"position_embedding_type": "yarn"}, "expected 0.19 or newer"),
         ("", UNSCALED, "--rope-scaling-factor: found 32.0, expected 8"),
