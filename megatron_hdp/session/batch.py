@@ -107,6 +107,15 @@ class CheckedBatch:
         self._held = {} if self.weights is None else {"weights": self.weights}
         self._held |= {f"arrays[{name!r}]": one for name, one in self.arrays.items()}
 
+    def decode_media(self, most_damaged: int) -> None:
+        """Reads what this rank encodes, where that is not read yet; every rank must call this.
+
+        Raises:
+            EveryRankError: more sequences in a row are damaged than that.
+        """
+        if self.step_media is not None:
+            self.step_media.decode(most_damaged)
+
     def num_loss_tokens(self, shift: int) -> Int64Array:
         """Those of each sequence, ``[n]``, but the first `shift` tokens of it."""
         counted = self.loss_mask.astype(np.int64)

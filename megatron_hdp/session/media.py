@@ -35,6 +35,7 @@ from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import on_every_rank
 from megatron_hdp.session.batch import CheckedBatch, MediaItem, shares_of
+from megatron_hdp.session.damaged import decode_pictures
 
 
 class MediaEncoder(Protocol):
@@ -267,6 +268,10 @@ class StepMedia:
     wanted: Int64Array
     """Rows of this rank's tokens, in their order."""
     exchange: RowExchange
+
+    def decode(self, most_damaged: int) -> None:
+        """Decodes pictures that this rank encodes; see `damaged.decode_pictures`."""
+        decode_pictures(self.batch, [item for pack in self.packs for item in pack], most_damaged)
 
     @contextmanager
     def rows_in_place(

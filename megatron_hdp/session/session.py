@@ -461,6 +461,7 @@ class HdpSession:
         device = parallel.compute_device()
         checked, made, share = on_every_rank(prepared, device)
         require_same(call, checked, made, device)
+        checked.decode_media(self.arguments.hdp_corrupt_limit)
         return checked, made, share
 
     def _kept(

@@ -96,8 +96,46 @@ def test_ranks_share_the_pictures_of_a_step(run_ranks, tmp_path):
         assert all(len(of_rank) < items for of_rank in decoded)
 
 
+def damage(folder, numbers):
+    for number in numbers:
+        picture = folder / sources.name(number)
+        raw = picture.read_bytes()
+        picture.write_bytes(raw[: len(raw) // 3].ljust(len(raw), b"\0"))
+
+
+def damaged_loss(arguments, path, damaged):
+    """Body of a rank: of a step, and of one whose sequences with such pictures are masked."""
+    parallel.initialise(arguments)
+    session = session_of(arguments)
+    session.attach_encoder(Encoder())
+    steps = steps_of(path)
+    batch = steps.step()
+    batch = replace(batch, tokens=[one % VOCABULARY for one in batch.tokens])
+    found = session.step(batch)
+    expected = steps_of(path).step()
+    masks = [mask.copy() for mask in expected.loss_mask]
+    gone = {one.sequence for one in batch.media if any(f"/{n}.jpg" in repr(one) for n in damaged)}
+    for sequence in gone:
+        masks[sequence][:] = False
+    masked = session.step(replace(batch, loss_mask=masks))
+    parallel.finish()
+    return found.loss, found.divisor, masked.loss, masked.divisor, len(gone), len(masks)
+
+
+@pytest.mark.slow
+def test_sequences_with_damaged_pictures_are_left_out_on_all_ranks(run_ranks, tmp_path):
+    path = write(tmp_path)
+    steps_of(path)
+    damage(tmp_path, [3])
+    loss, divisor, expected, num, gone, of_step = run_ranks(
+        2, damaged_loss, arguments_of(), path, [3]
+    )[0]
+    assert 0 < gone < of_step
+    assert (loss, divisor) == (expected, num)
+
+
 def failure_of(arguments, path):
-    """Body of a rank: what a step says of a damaged picture."""
+    """Body of a rank: what a step says of damaged pictures."""
     parallel.initialise(arguments)
     session = session_of(arguments)
     session.attach_encoder(Encoder())
@@ -108,15 +146,17 @@ def failure_of(arguments, path):
     return str(error.value)
 
 
-def test_a_damaged_picture_ends_the_step_on_all_ranks(run_ranks, tmp_path):
+@pytest.mark.slow
+def test_many_damaged_pictures_end_the_step(run_ranks, tmp_path):
     path = write(tmp_path)
     steps_of(path)
-    for number in range(4):
-        picture = tmp_path / sources.name(number)
-        raw = picture.read_bytes()
-        picture.write_bytes(raw[: len(raw) // 3].ljust(len(raw), b"\0"))
-    for words in run_ranks(2, failure_of, arguments_of(), path):
-        assert "pictures/" in words and "damaged picture" in words
+    damage(tmp_path, (0, 3))
+    arguments = arguments_of(hdp_corrupt_limit=2)
+    for words in run_ranks(2, failure_of, arguments, path):
+        assert "3 sequences in a row are damaged" in words and "pictures/" in words
+    (tmp_path / sources.name(0)).unlink()
+    for words in run_ranks(2, failure_of, arguments, path):
+        assert "cannot be read" in words and "0.jpg" in words
 
 
 def test_a_run_resumes(tmp_path):

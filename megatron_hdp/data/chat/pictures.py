@@ -22,6 +22,7 @@ from megatron_hdp.data.chat.megatron_formats import PREFIX
 from megatron_hdp.data.chat.rows import (
     CONVERSATION_KEYS,
     BadConversationError,
+    from_json,
     require_whole_characters,
 )
 from megatron_hdp.data.media import (
@@ -223,8 +224,10 @@ class _Pictures:
     def conversation(self) -> dict[str, Any]:
         """The row with texts alone, in which pictures are written."""
         row = self._row
-        key = next((key for key in CONVERSATION_KEYS if isinstance(row.get(key), list)), None)
-        if key is None:
+        key = next((key for key in CONVERSATION_KEYS if row.get(key) is not None), None)
+        if key is not None:
+            row = {**row, key: from_json(row[key], f"`{key}`")}
+        if key is None or not isinstance(row[key], list):
             caption = next((row[one] for one in _CAPTIONS if isinstance(row.get(one), str)), None)
             if caption is None or not self._listed:
                 return row

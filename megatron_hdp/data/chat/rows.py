@@ -131,7 +131,7 @@ def _messages_of(row: Message) -> list[Any]:
             f"no conversation among the keys {', '.join(map(str, row)) or 'of an empty row'}; "
             "expected `messages` or `conversations`"
         )
-    found = _from_json(row[named[0]], f"`{named[0]}`")
+    found = from_json(row[named[0]], f"`{named[0]}`")
     if not isinstance(found, list):
         raise BadConversationError(f"`{named[0]}` is {_kind(found)}, expected a list of messages")
     if not found:
@@ -143,7 +143,7 @@ def _tools_of(row: Message) -> list[Any] | None:
     tools = row.get("tools")
     if tools is None or tools == "":
         return None
-    tools = _from_json(tools, "`tools`")
+    tools = from_json(tools, "`tools`")
     if not isinstance(tools, list):
         raise BadConversationError(f"`tools` is {_kind(tools)}, expected a list or its JSON text")
     return tools or None
@@ -162,7 +162,7 @@ def _message(number: int, found: Any) -> Message:
     content = _text(number, message.pop(content_key)) if content_key else None
     known = name.strip().lower() if isinstance(name, str) else None
     if known in _CALL_ROLES:
-        calls = _from_json(content or "", f"message {number} (`{known}`)")
+        calls = from_json(content or "", f"message {number} (`{known}`)")
         message["tool_calls"] = calls if isinstance(calls, list) else [calls]
         known, content = "assistant", None
     if known not in _ROLES:
@@ -209,7 +209,7 @@ def _text(number: int, content: Any) -> str:
 
 def _calls(number: int, calls: Any) -> list[Message]:
     """Return tool calls as templates expect them: ``function`` with arguments as an object."""
-    calls = _from_json(calls, f"`tool_calls` of message {number}")
+    calls = from_json(calls, f"`tool_calls` of message {number}")
     if not isinstance(calls, list):
         raise BadConversationError(f"message {number} has `tool_calls` that are {_kind(calls)}")
     result = []
@@ -220,7 +220,7 @@ def _calls(number: int, calls: Any) -> list[Message]:
         function = {key: function[key] for key in ("name", "arguments") if key in function}
         if isinstance(function.get("arguments"), str):
             what = f"arguments of a tool call of message {number}"
-            function["arguments"] = _from_json(function["arguments"] or "{}", what)
+            function["arguments"] = from_json(function["arguments"] or "{}", what)
         rest = {key: value for key, value in call.items() if key not in ("name", "arguments")}
         result.append({"type": "function", **rest, "function": function})
     return result
@@ -240,8 +240,12 @@ def _is_trained(number: int, message: Message) -> bool:
     return message["role"] == "assistant" and bool(weight)
 
 
-def _from_json(value: Any, what: str) -> Any:
-    """Return what a JSON text says, or what is no text as it is."""
+def from_json(value: Any, what: str) -> Any:
+    """Return what a JSON text says, or what is no text as it is.
+
+    Raises:
+        BadConversationError: it is no JSON; calls it by its name, `what`.
+    """
     if not isinstance(value, str):
         return value
     try:

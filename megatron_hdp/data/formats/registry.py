@@ -43,6 +43,8 @@ def format_of(path: str, key: str | None, *, lines: bool) -> Format:
         return table
     if key is None and suffix in _TAR.suffixes:
         return _TAR
+    if key is None and (suffix == ".tgz" or os.path.splitext(stem)[1] in _TAR.suffixes):
+        raise ValueError(f"{path} is a compressed tar, expected a plain one: unpack it")
     inner = os.path.splitext(stem)[1]
     for compressed in _COMPRESSED:
         if suffix in compressed.suffixes and (lines or inner in (*_LINES.suffixes, ".json")):

@@ -57,6 +57,8 @@ class Items:
     """Items before each document, and all, ``[documents + 1]``."""
     records: npt.NDArray[Any]
     """Of type `ITEM`, document after document, by their tokens."""
+    samples: str
+    """A digest of the file, or of samples of a large one."""
     _ends: Int64Array
     _names: memoryview
 
@@ -83,7 +85,8 @@ class Items:
         first = np.frombuffer(mapped, _NUMBER, counts[0], places[0])
         records = np.frombuffer(mapped, ITEM, counts[1], places[1])
         ends = np.frombuffer(mapped, _NUMBER, counts[2], places[2])
-        found = cls(first, records, ends, memoryview(mapped)[places[3] :])
+        samples = str(about["samples"])
+        found = cls(first, records, samples, ends, memoryview(mapped)[places[3] :])
         found._require(path)
         return found
 

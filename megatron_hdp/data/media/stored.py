@@ -20,7 +20,7 @@ from megatron_hdp.media import Resizing
 _LISTS = ("image", "images")
 _KEPT_BYTES = 2**28
 _BUFFER_BYTES = 8192
-_COLOURS = 3
+_COLOURS, _GREY = 3, 128
 
 
 class PictureFiles:
@@ -121,6 +121,10 @@ class StoredPicture:
                 "header: the file has changed since its source was prepared"
             )
         return found.values
+
+    def make_grey(self) -> None:
+        """Take grey for its pixels, which cannot be read."""
+        self.pixels = np.full(self.values.shape, _GREY, dtype=np.uint8)
 
 
 class _Values:

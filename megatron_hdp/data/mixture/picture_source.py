@@ -17,6 +17,8 @@ from megatron_hdp.data.media import DECODER, SUFFIX, Items, PictureFiles, Stored
 from megatron_hdp.data.mixture.source import digest
 from megatron_hdp.data.mixture.table_source import TableSource
 
+_DOCUMENT = 2**32  # places of a document: more than it has tokens
+
 
 @dataclass(frozen=True)
 class PictureRows:
@@ -26,6 +28,8 @@ class PictureRows:
     files: PictureFiles
     rows: Int64Array
     """Of each item, ``[items]``."""
+    places: Int64Array
+    """Of each item's first row in its document, behind the document's number: so they rise."""
 
     @classmethod
     def of(cls, items: Items, files: PictureFiles) -> PictureRows:
@@ -37,28 +41,32 @@ class PictureRows:
         sides = items.records["height"].astype(np.int64) << 32 | items.records["width"]
         sizes, which = np.unique(sides, return_inverse=True)
         counts = [files.settings.rows(one >> 32, one & 0xFFFFFFFF) for one in sizes.tolist()]
-        return cls(items, files, np.array([*counts, 0], dtype=np.int64)[which])
+        return cls.of_rows(items, files, np.array([*counts, 0], dtype=np.int64)[which])
 
-    def of_document(self, document: int) -> tuple[Int64Array, Int64Array]:
-        """Return the token and the rows of each of a document's items, in order."""
-        here = slice(int(self.items.first[document]), int(self.items.first[document + 1]))
-        return self.items.records["token"][here].astype(np.int64), self.rows[here]
+    @classmethod
+    def of_rows(cls, items: Items, files: PictureFiles, rows: Int64Array) -> PictureRows:
+        """Take the rows of each item."""
+        more = np.concatenate([[0], np.cumsum(rows - 1)])
+        documents = np.repeat(np.arange(len(items)), np.diff(items.first))
+        begins = items.records["token"] + more[:-1] - more[items.first[documents]]
+        return cls(items, files, rows, documents * _DOCUMENT + begins)
 
-    def begins(self, document: int) -> Int64Array:
-        """Return the place of the first row of each of a document's items."""
-        tokens, rows = self.of_document(document)
-        begins: Int64Array = tokens + np.cumsum(rows - 1) - (rows - 1)
-        return begins
+    def of_document(self, document: int) -> slice:
+        """Return which items a document has."""
+        return slice(int(self.items.first[document]), int(self.items.first[document + 1]))
 
-    def num_stored(self, document: int, place: int) -> int:
-        """Return the stored tokens of a document that begin before a place."""
-        tokens, rows = self.of_document(document)
-        begins = self.begins(document)
-        before = int(np.searchsorted(begins, place))
-        if before == 0:
-            return place
-        behind = place - int(begins[before - 1]) - int(rows[before - 1])
-        return int(tokens[before - 1]) + 1 + max(0, behind)
+    def begins(self, items: slice | Int64Array) -> Int64Array:
+        """Return the place of the first row of items in their documents."""
+        return self.places[items] % _DOCUMENT
+
+    def num_stored(self, documents: Int64Array, places: Int64Array) -> Int64Array:
+        """Return the stored tokens of documents that begin before places."""
+        if not len(self.places):
+            return places
+        has, last = self._before(documents, places)
+        behind = places - self.begins(last) - self.rows[last]
+        upto = self.items.records["token"][last].astype(np.int64) + 1 + np.maximum(behind, 0)
+        return np.where(has, upto, places)
 
     def longer(self, piece: Documents, most: int | None) -> Documents:
         """Return documents with the lengths that they have with rows in place of placeholders.
@@ -67,15 +75,23 @@ class PictureRows:
             piece: as they are stored.
             most: a longer one is cut there, or before the picture in which that is; None: never.
         """
-        first = self.items.first[piece.first : piece.first + len(piece.lengths) + 1]
-        sums = np.concatenate([[0], np.cumsum(self.rows - 1)])
-        lengths = piece.lengths + sums[first[1:]] - sums[first[:-1]]
-        for i in np.flatnonzero(lengths > most).tolist() if most is not None else ():
-            assert most is not None
-            begins, (_, rows) = self.begins(piece.first + i), self.of_document(piece.first + i)
-            inside = (begins < most) & (most < begins + rows)
-            lengths[i] = int(begins[inside][0]) if inside.any() else most
+        documents = piece.first + np.arange(len(piece.lengths))
+        more = np.concatenate([[0], np.cumsum(self.rows - 1)])
+        first = self.items.first
+        lengths = piece.lengths + more[first[documents + 1]] - more[first[documents]]
+        if most is not None and not len(self.places):
+            lengths = np.minimum(lengths, most)
+        elif most is not None:
+            has, last = self._before(documents, np.full(len(documents), most))
+            begins = self.begins(last)
+            is_within = has & (begins + self.rows[last] > most)
+            lengths = np.where(lengths > most, np.where(is_within, begins, most), lengths)
         return Documents(piece.first, lengths, piece.begins)
+
+    def _before(self, documents: Int64Array, places: Int64Array) -> tuple[BoolArray, Int64Array]:
+        """Whether a document has an item that begins before a place, and the last such item."""
+        found = np.searchsorted(self.places, documents * _DOCUMENT + places)
+        return found > self.items.first[documents], np.maximum(found - 1, 0)
 
     def identity(self) -> tuple[object, ...]:
         """Return all but the stored tokens that its rows and their pixels depend on."""
@@ -125,18 +141,14 @@ class PictureSource(TableSource):
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
         documents = self.table.documents(rows + self.first_row)
-        bounds = [
-            [self.pictures.num_stored(int(document), int(place)) for place in (start + 1, stop + 1)]
-            for document, start, stop in zip(documents, starts, stops, strict=True)
-        ]
-        begins, ends = np.array(bounds, dtype=np.int64).reshape(-1, 2).T
+        begins, ends = (self.pictures.num_stored(documents, at + 1) for at in (starts, stops))
         assert self.spans is not None, "the opener has seen them"
         return self.spans.counts(documents, begins, ends)
 
     def is_trained(self, row: int, start: int, stop: int) -> BoolArray:
         """Return which of the labelled tokens ``[start, stop)`` of a row have a trained label."""
         document = self.document(row)
-        stored = self.pictures.num_stored(document, stop + 1)
+        stored = self._num_stored(document, stop + 1)
         assert self.spans is not None, "the opener has seen them"
         mask = self.spans.mask(document, 0, stored)
         return np.repeat(mask, self._times(document, stored))[start + 1 : stop + 1]
@@ -144,7 +156,7 @@ class PictureSource(TableSource):
     def tokens(self, row: int, start: int, count: int) -> Int64Array:
         """Return tokens of a row from its token ``start`` on; of a picture its placeholder's."""
         document = self.document(row)
-        stored = self.pictures.num_stored(document, start + count)
+        stored = self._num_stored(document, start + count)
         begin = int(self.table.begins(np.array([row + self.first_row]))[0])
         found = np.repeat(self.reader.read(begin, stored), self._times(document, stored))
         return found[start : start + count]
@@ -152,11 +164,11 @@ class PictureSource(TableSource):
     def items(self, row: int, length: int) -> list[tuple[int, StoredPicture]]:
         """Return the pictures of a row's first tokens, each with the first of its tokens."""
         document = self.document(row)
-        begins, of_items = self.pictures.begins(document), self.pictures.items
-        found = []
-        for begin, one in zip(begins.tolist(), of_items.of(document), strict=True):
+        begins = self.pictures.begins(self.pictures.of_document(document))
+        items, found = self.pictures.items, []
+        for begin, one in zip(begins.tolist(), items.of(document), strict=True):
             if begin < length:
-                name = of_items.name(int(one["file"]))
+                name = items.name(int(one["file"]))
                 numbers = (int(one[key]) for key in ("offset", "size", "height", "width"))
                 found.append((begin, StoredPicture(self.pictures.files, name, *numbers)))
         return found
@@ -164,10 +176,8 @@ class PictureSource(TableSource):
     def kept(self) -> BoolArray:
         """Return which of the pair's items its rows have, ``[items]``."""
         pictures, rows = self.pictures, np.arange(self.num_rows)
-        first = pictures.items.first
-        documents = np.repeat(np.arange(len(pictures.items)), np.diff(first))
-        sums = np.concatenate([[0], np.cumsum(pictures.rows - 1)])
-        begins = pictures.items.records["token"] + sums[:-1] - sums[first[documents]]
+        documents = pictures.places // _DOCUMENT
+        begins = pictures.places % _DOCUMENT
         lengths = np.zeros(len(pictures.items), dtype=np.int64)
         lengths[self.table.documents(rows + self.first_row)] = self.lengths(rows)
         is_kept: BoolArray = begins < lengths[documents]
@@ -175,15 +185,18 @@ class PictureSource(TableSource):
 
     def contents(self) -> int:
         """Return a fingerprint of samples of its tokens, of what is trained, and of its items."""
-        items = self.pictures.items
-        return digest(super().contents(), len(items.records), items.records.tobytes())
+        return digest(super().contents(), self.pictures.items.samples)
 
     def _times(self, document: int, stored: int) -> Int64Array:
         """How many tokens each of the first stored ones of a document is."""
-        tokens, rows = self.pictures.of_document(document)
+        tokens = self.pictures.items.of(document)["token"].astype(np.int64)
+        rows = self.pictures.rows[self.pictures.of_document(document)]
         times = np.ones(stored, dtype=np.int64)
         times[tokens[tokens < stored]] = rows[tokens < stored]
         return times
+
+    def _num_stored(self, document: int, place: int) -> int:
+        return int(self.pictures.num_stored(np.array([document]), np.array([place]))[0])
 
     def _all_rows(self) -> tuple[int, int]:
         num_rows, corpus = super()._all_rows()

@@ -60,6 +60,7 @@ def asked(question: str) -> str:
         llava("<image>\nwhat?<image>", [0, 1]),
         {**llava("<image>\nwhat?<image>", []), "images": [name(0), {"path": name(1)}]},
         parts(0, "\nwhat?", 1),
+        {"messages": json.dumps(parts(0, "\nwhat?", 1)["messages"])},
         {**parts("<image>\nwhat?", 1), "images": [name(0)]},
     ],
 )

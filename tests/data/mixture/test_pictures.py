@@ -41,9 +41,10 @@ def rows_of(documents: list[list[tuple[int, int]]]) -> PictureRows:
     records = np.zeros(len(flat), dtype=ITEM)
     records["token"] = [token for token, _ in flat]
     first = np.cumsum([0, *map(len, documents)])
-    items = Items(first, records, np.zeros(0, dtype=np.int64), memoryview(b""))
+    items = Items(first, records, "", np.zeros(0, dtype=np.int64), memoryview(b""))
     files = PictureFiles(".", PictureSettings.of(MEDIA))
-    return PictureRows(items, files, np.array([rows for _, rows in flat], dtype=np.int64))
+    rows = np.array([rows for _, rows in flat], dtype=np.int64)
+    return PictureRows.of_rows(items, files, rows)
 
 
 document = some.lists(some.integers(0, 5), min_size=1, max_size=12)
@@ -61,8 +62,10 @@ def test_places_are_those_of_the_written_out_document(given: list[list[int]], mo
         whole = [t for t, n in enumerate(one) for _ in range(max(n, 1))]
         assert lengths[i] == len(whole)
         for place in range(len(whole) + 1):
-            assert pictures.num_stored(i, place) == len(set(whole[:place]))
-        assert pictures.begins(i).tolist() == [whole.index(t) for t, n in enumerate(one) if n]
+            (stored,) = pictures.num_stored(np.array([i]), np.array([place]))
+            assert stored == len(set(whole[:place]))
+        begins = pictures.begins(pictures.of_document(i))
+        assert begins.tolist() == [whole.index(t) for t, n in enumerate(one) if n]
         kept = int(cut[i])
         assert kept == len(whole) if len(whole) <= most else kept <= most
         assert kept == len(whole) or kept == 0 or whole[kept - 1] != whole[kept]
