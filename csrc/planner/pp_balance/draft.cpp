@@ -18,6 +18,9 @@ namespace {
 constexpr int kSketchIterations = 3;
 constexpr int kDraftIterations = 2;
 
+// A sketch so much slower than the best one is not corrected, once and twice.
+constexpr double kWorthCorrecting[kSketchIterations - 1] = {1.1, 1.03};
+
 // What a slot costs besides, in operations.
 constexpr int64_t kSlotWork = 8;
 
@@ -78,25 +81,27 @@ Plan plan_of(const Problem& problem, const Seating& seating, const Arrangement& 
 }  // namespace
 
 Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shorts,
-              const Arrangement& arrangement, double hopeless_s) {
+              const Arrangement& arrangement, double least_s) {
   Sketch best;
   const OwnSlots own(problem, seating, shorts, arrangement.rows, arrangement.own_s);
   const std::size_t num_lanes = seating.speed.size();
   if (own.num_needed() > static_cast<double>(shorts.size())) return best;
   std::vector<double> shares = first_shares(seating, shorts.total_s());
   for (int i = 0; i < kSketchIterations; ++i) {
+    std::vector<double> wanted_s;
+    std::vector<std::size_t> first;  // of each lane's, in them
     std::vector<int64_t> num_own;
-    std::vector<std::vector<Slot>> slots;
     for (std::size_t lane = 0; lane < num_lanes; ++lane) {
-      slots.push_back(own.of(lane, shares[lane]));
-      num_own.push_back(static_cast<int64_t>(slots.back().size()));
+      first.push_back(wanted_s.size());
+      own.add_wanted_s(lane, shares[lane], wanted_s);
+      num_own.push_back(static_cast<int64_t>(wanted_s.size() - first.back()));
     }
     SketchedOrder order;
     in_launch_order(
         seating, arrangement.rows, num_own,
         [&](std::size_t ring) { order.add(seating.rings[ring]); },
-        [&](std::size_t lane, int64_t i) {
-          const double time_s = slots[lane][index(i)].wanted_s;
+        [&](std::size_t lane, int64_t own_place) {
+          const double time_s = wanted_s[first[lane] + index(own_place)];
           const int64_t parts = parts_of_own(problem, arrangement, time_s);
           const double tokens = time_s * shorts.tokens_per_s();
           const double fixed = fixed_s(problem.cost, 1, tokens, parts);
@@ -109,7 +114,8 @@ Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shor
     const int64_t passes = 2 * problem.pipeline_stages * problem.model_chunks;
     best.work += (passes + kSlotWork) * static_cast<int64_t>(order.lanes.size());
     if (makespan_s < best.makespan_s) best = {shares, makespan_s, best.work};
-    if (makespan_s > hopeless_s) break;
+    if (i + 1 == kSketchIterations) break;
+    if (best.makespan_s > kWorthCorrecting[i] * least_s) break;
     shares = next_shares(seating, shares, ends, problem.pipeline_stages, shorts.total_s());
   }
   return best;

@@ -25,9 +25,9 @@ struct Sketch {
 };
 
 // The makespan if short sequences were a fluid, on lanes of ranks that are alike. Gives up early on
-// one that stays above hopeless_s at first.
+// one that is far above least_s, that of the best sketch.
 Sketch sketch(const Problem& problem, const Seating& seating, const Shorts& shorts,
-              const Arrangement& arrangement, double hopeless_s);
+              const Arrangement& arrangement, double least_s);
 
 struct PipelineDraft {
   Plan plan;

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -24,8 +25,8 @@
 namespace hdp {
 namespace {
 
-// A sketch so much slower than the best one is not worked out.
-constexpr double kHopeless = 1.3;
+// If the best sketch is so much slower than plans already made, the search ends.
+constexpr double kHopeless = 1.12;
 
 // The most leaders that become plans; of small problems more sketches do, as many as place so many
 // sequences and ranks together, for each unit of effort, but not more than kMostDrafts.
@@ -40,8 +41,13 @@ constexpr std::size_t kFamilies = 4;
 constexpr int kRounds = 2;
 
 // Operations that all sketches may run, for each unit of effort, and what a seat in a round counts.
-constexpr int64_t kWork = 30'000'000;
+constexpr int64_t kWork = 25'000'000;
 constexpr int64_t kSeatWork = 50;
+
+// A sketch that is so far above what no plan can beat is worth all of that; one that is nearer a
+// share of it; one as near as kCloseEnough nothing.
+constexpr double kWorthAll = 0.1;
+constexpr double kCloseEnough = 0.01;
 
 // Sketches that are worked out at the same time, if work is left for so many, and plans.
 constexpr int64_t kAtOnce = 4;
@@ -52,10 +58,7 @@ constexpr std::size_t kDraftsAtOnce = 2;
 constexpr double kPromising = 1.003;
 
 // A sketch of fewer chunks than its plan has takes up to so much longer.
-constexpr double kOfFewChunks = 1.3;
-
-// Of what no plan can beat: a plan this fast is not worth more sketches.
-constexpr double kCloseEnough = 1.01;
+constexpr double kOfFewChunks = 1.12;
 
 // The schedule with at most two chunks a stage, neighbours together: in a sketch more of them cost
 // time and change little.
@@ -88,24 +91,24 @@ class Search {
         group_(group_size(problem_)),
         unit_s_(batch.full_s),
         mean_s_(batch.share_s),
-        enough_s_(kCloseEnough * batch.bound_s / static_cast<double>(problem_.pipeline_stages)),
+        bound_s_(batch.bound_s / static_cast<double>(problem_.pipeline_stages)),
         to_beat_s_(to_beat_s) {}
 
   // No plan where none is as fast as those that are known.
-  Plan run() {
+  PipelineDraft run() {
     const int64_t work = kWork * problem_.effort;
     try_choices(first_choices(group_), work / 4);
-    if (ranked_[0].sketch.makespan_s > kHopeless * to_beat_s_) return {};
     for (int round = 0; round < kRounds; ++round) {
+      if (is_hopeless()) return {};
       try_around([&](const Choice& from) { return other_deals(from); });
       try_around([&](const Choice& from) { return other_orders(from, group_); });
     }
     PipelineDraft best = best_draft();
     const bool is_beaten = to_beat_s_ < kInfinity;
-    if (best.plan.num_micro_batches() > 0 || is_beaten) return std::move(best.plan);
+    if (best.plan.num_micro_batches() > 0 || is_beaten) return best;
     // too few short sequences to stand between rings
     sketch_all({{0, kOnAll, Profile::kRising, 0, false}});
-    return best_draft().plan;
+    return best_draft();
   }
 
  private:
@@ -154,11 +157,10 @@ class Search {
     try_choices(choices, work_ + std::max<int64_t>(0, kWork * problem_.effort - work_) / 3);
   }
 
-  // Until so much work is done.
+  // Until so much work is done, or as much as what may be gained is worth.
   void try_choices(const std::vector<Choice>& choices, int64_t most_work) {
     for (auto next = choices.begin(); next != choices.end();) {
-      if (!ranked_.empty() && ranked_[0].sketch.makespan_s <= enough_s_) return;
-      if (!ranked_.empty() && work_ > most_work) return;
+      if (!ranked_.empty() && work_ > std::min(most_work, worth())) return;
       const int64_t affordable =
           ranked_.empty() ? 1 : (most_work - work_) * static_cast<int64_t>(ranked_.size()) / work_;
       const auto num = std::min<std::ptrdiff_t>(std::clamp<int64_t>(affordable, 1, kAtOnce),
@@ -168,10 +170,22 @@ class Search {
     }
   }
 
+  bool is_hopeless() const {
+    const double few = sketched_.model_chunks < problem_.model_chunks ? kOfFewChunks : 1;
+    return ranked_[0].sketch.makespan_s > kHopeless * few * to_beat_s_;
+  }
+
+  // Operations that may be spent on a plan faster than the best sketch.
+  int64_t worth() const {
+    const double gap = ranked_[0].sketch.makespan_s / bound_s_ - 1;
+    if (!(gap > kCloseEnough)) return 0;  // nor for the NaN of a cost model without times
+    return static_cast<int64_t>(std::min(1.0, gap / kWorthAll) *
+                                static_cast<double>(kWork * problem_.effort));
+  }
+
   // The ones that are new, at the same time: each by itself, whatever threads there are.
   void sketch_all(const std::vector<Choice>& choices) {
     const double least_s = ranked_.empty() ? kInfinity : ranked_[0].sketch.makespan_s;
-    const double hopeless_s = kHopeless * std::min(least_s, to_beat_s_);
     std::vector<Sketched> all;
     for (const Choice& choice : choices) {
       const bool is_known = std::any_of(ranked_.begin(), ranked_.end(), [&](const Sketched& known) {
@@ -182,11 +196,11 @@ class Search {
       if (seats.seating.speed.empty()) work_ += kSeatWork * problem_.num_ranks;
       all.push_back({choice, &split(choice), &seats, {}, {}});
     }
-    side_by_side(all.size(), [&](std::size_t i) { work_out(all[i], hopeless_s); });
+    side_by_side(all.size(), [&](std::size_t i) { work_out(all[i], least_s); });
     for (Sketched& one : all) rank(std::move(one));
   }
 
-  void work_out(Sketched& one, double hopeless_s) const {
+  void work_out(Sketched& one, double least_s) const {
     const double unit_s = unit_of(one.choice).size * unit_s_;
     Seats& seats = *one.seats;
     std::call_once(seats.once, [&] {
@@ -195,7 +209,7 @@ class Search {
     });
     one.arrangement = {rows_of(one.choice, seats.seating.rounds.size(), group_), unit_s};
     one.sketch =
-        sketch(sketched_, seats.outline.seating, one.split->shorts, one.arrangement, hopeless_s);
+        sketch(sketched_, seats.outline.seating, one.split->shorts, one.arrangement, least_s);
   }
 
   Seating seating(const Choice& choice, const std::vector<LongSequence>& longs,
@@ -281,7 +295,7 @@ class Search {
   int64_t group_;
   double unit_s_;
   double mean_s_;  // of a rank, if all had the same
-  double enough_s_;
+  double bound_s_;  // of the makespan
   double to_beat_s_;
   std::map<double, Split> splits_;                                     // by the longest left whole
   std::map<std::tuple<std::size_t, std::size_t, bool>, Seats> seats_;  // by unit, deal, groups
@@ -299,6 +313,9 @@ constexpr double kDamping = 0.7;
 // Sequences that all attempts at a style may place together, for effort 1.
 constexpr int64_t kNestedWork = 10000;
 
+// The first attempt, if it is so much slower than another plan, is the last one.
+constexpr double kHopelessNested = 1.1;
+
 class Nested {
  public:
   explicit Nested(const Batch& batch)
@@ -308,10 +325,13 @@ class Nested {
         rings_(place_rings(batch, decisions_)),
         shorts_(places_of_shorts(batch, decisions_.degrees)) {}
 
-  // The fastest of a few; no plan if there is none that pipelines can run.
-  Plan run() {
-    attempt({}, 1);
-    if (best_.plan.num_micro_batches() == 0) return {};
+  // The first plan; none if there is none that pipelines can run.
+  void begin() { attempt({}, 1); }
+
+  // The fastest of a few, if the first one is not far slower than a known plan.
+  Plan finish(double known_s = kInfinity) {
+    const bool is_hopeless = best_.makespan_s > kHopelessNested * known_s;
+    if (best_.plan.num_micro_batches() == 0 || is_hopeless) return {};
     const int64_t warm_up = problem_.pipeline_stages - 1;
     int64_t left = kNestedWork * problem_.effort / static_cast<int64_t>(batch_.order.size());
     for (const ShortsStyle& style :
@@ -376,9 +396,12 @@ void add_of_rings(const Problem& problem, std::vector<Plan>& plans) {
   const double in_parts_s = add_in_parts(batch, plans);
   const auto stages = static_cast<double>(problem.pipeline_stages);
   if (stages * in_parts_s <= batch.bound_s) return;  // no plan of whole micro-batches is faster
-  std::future<Plan> nested = std::async([&] { return Nested(batch).run(); });
-  plans.push_back(Search(batch, in_parts_s).run());
-  plans.push_back(nested.get());
+  std::optional<Nested> nested;
+  std::future<void> begun = std::async([&] { nested.emplace(batch).begin(); });
+  PipelineDraft found = Search(batch, in_parts_s).run();
+  plans.push_back(std::move(found.plan));
+  begun.get();
+  plans.push_back(nested->finish(std::min(found.makespan_s, in_parts_s)));
   plans.push_back(naive(problem));
   if (static_degree(problem) > 0) plans.push_back(static_mesh(problem));
 }
@@ -387,8 +410,10 @@ void add_of_rings(const Problem& problem, std::vector<Plan>& plans) {
 void add_computed_twice(const Problem& problem, bool must, std::vector<Plan>& plans) {
   const Batch batch(problem, true);
   add_in_parts(batch, plans);
-  plans.push_back(Nested(batch).run());
-  if (must) plans.push_back(Search(batch).run());  // it computes twice only what no ring holds
+  Nested nested(batch);
+  nested.begin();
+  plans.push_back(nested.finish());
+  if (must) plans.push_back(Search(batch).run().plan);  // it computes twice only what no ring holds
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
-#include <set>
 #include <utility>
 
 #include "planner/rings/rings.hpp"
@@ -17,57 +16,71 @@ constexpr double kFast = 0.8;
 // The ranks of one round that have no ring yet, by node.
 class FreeRanks {
  public:
-  FreeRanks(const Problem& problem, const std::vector<int32_t>& ranks,
-            const std::vector<double>& loads)
-      : loads_(loads),
-        ranks_per_node_(problem.cost.ranks_per_node),
-        nodes_(index((problem.num_ranks - 1) / ranks_per_node_ + 1)) {
-    for (const int32_t rank : ranks) nodes_[index(rank / ranks_per_node_)].push_back(rank);
-    for (std::size_t node = 0; node < nodes_.size(); ++node) {
-      std::sort(nodes_[node].begin(), nodes_[node].end(), [&](int32_t left, int32_t right) {
-        return std::make_pair(loads_[index(left)], left) >
-               std::make_pair(loads_[index(right)], right);
-      });
-      enter(node);
+  // `ranks`: ascending.
+  FreeRanks(const Problem& problem, std::vector<int32_t> ranks, const std::vector<double>& loads)
+      : loads_(loads), ranks_per_node_(problem.cost.ranks_per_node), ranks_(std::move(ranks)) {
+    const auto more_loaded = [&](int32_t left, int32_t right) {
+      return std::make_pair(loads_[index(left)], left) > std::make_pair(loads_[index(right)], right);
+    };
+    for (std::size_t first = 0; first < ranks_.size();) {
+      std::size_t last = first;
+      const int64_t node = ranks_[first] / ranks_per_node_;
+      while (last < ranks_.size() && ranks_[last] / ranks_per_node_ == node) ++last;
+      std::sort(at(ranks_, first), at(ranks_, last), more_loaded);
+      nodes_.push_back({0, nodes_.size(), first, last});
+      nodes_.back().load = mean_load(nodes_.back());
+      first = last;
     }
+    std::sort(nodes_.begin(), nodes_.end());
   }
 
   // Of the least loaded node that has so many, or of several.
   std::vector<int32_t> take(int64_t degree) {
     std::vector<int32_t> taken;
-    auto entry = order_.end();
+    auto from = nodes_.end();
     if (degree <= ranks_per_node_) {
-      entry = std::find_if(order_.begin(), order_.end(), [&](const Entry& one) {
-        return nodes_[one.second].size() >= index(degree);
-      });
+      from = std::find_if(nodes_.begin(), nodes_.end(),
+                          [&](const Node& one) { return one.size() >= index(degree); });
     }
     while (taken.size() < index(degree)) {
-      const std::size_t node = (entry == order_.end() ? order_.begin() : entry)->second;
-      order_.erase(entry == order_.end() ? order_.begin() : entry);
-      std::vector<int32_t>& ranks = nodes_[node];
-      const std::size_t kept = ranks.size() - std::min(index(degree) - taken.size(), ranks.size());
-      taken.insert(taken.end(), at(ranks, kept), ranks.end());
-      ranks.resize(kept);
-      enter(node);
+      if (from == nodes_.end()) from = nodes_.begin();
+      Node node = *from;
+      nodes_.erase(from);
+      from = nodes_.end();
+      const std::size_t kept = node.last - std::min(index(degree) - taken.size(), node.size());
+      taken.insert(taken.end(), at(ranks_, kept), at(ranks_, node.last));
+      node.last = kept;
+      if (node.size() == 0) continue;
+      node.load = mean_load(node);
+      nodes_.insert(std::lower_bound(nodes_.begin(), nodes_.end(), node), node);
     }
     std::sort(taken.begin(), taken.end());
     return taken;
   }
 
  private:
-  using Entry = std::pair<double, std::size_t>;  // (mean load of its free ranks, node)
+  struct Node {
+    double load = 0;  // mean of its free ranks
+    std::size_t number = 0;
+    std::size_t first = 0;  // of these, the most loaded first
+    std::size_t last = 0;
 
-  void enter(std::size_t node) {
+    std::size_t size() const { return last - first; }
+    bool operator<(const Node& other) const {
+      return std::make_pair(load, number) < std::make_pair(other.load, other.number);
+    }
+  };
+
+  double mean_load(const Node& node) const {
     double load = 0;
-    for (const int32_t rank : nodes_[node]) load += loads_[index(rank)];
-    if (nodes_[node].empty()) return;
-    order_.emplace(load / static_cast<double>(nodes_[node].size()), node);
+    for (std::size_t i = node.first; i < node.last; ++i) load += loads_[index(ranks_[i])];
+    return load / static_cast<double>(node.size());
   }
 
   const std::vector<double>& loads_;
   int64_t ranks_per_node_;
-  std::vector<std::vector<int32_t>> nodes_;  // their free ranks, the most loaded first
-  std::set<Entry> order_;                    // of the nodes that have any
+  std::vector<int32_t> ranks_;  // by node
+  std::vector<Node> nodes_;     // that have free ranks, the least loaded first
 };
 
 // Collects the rounds.
@@ -83,7 +96,7 @@ class Seater {
   }
 
   const std::vector<int32_t>& all() const { return all_; }
-  const Seating& seating() const { return seating_; }
+  Seating finish() { return std::move(seating_); }
 
   // The fast ranks with less than most_s to do, or all fast ranks, or all: the first of these that
   // are at least `degree` ranks. The time that a long ring takes on the other stages counts, during
@@ -102,8 +115,8 @@ class Seater {
     return fast.size() >= index(degree) ? fast : all_;
   }
 
-  void add(const Round& round, const std::vector<int32_t>& ranks) {
-    FreeRanks free(problem_, ranks, seating_.ring_s);
+  void add(const Round& round, std::vector<int32_t> ranks) {
+    FreeRanks free(problem_, std::move(ranks), seating_.ring_s);
     std::vector<std::size_t> seats(all_.size(), kNoRing);
     for (const Shared& shared : round) {
       const int64_t length = problem_.lengths[index(shared.sequence)];
@@ -210,21 +223,21 @@ Seating seat(const Problem& problem, const std::vector<LongSequence>& sequences,
   RoundMaker maker(problem, sequences);
   double last_s = 0;
   for (int64_t place = 0; !maker.empty(); ++place) {
-    const std::vector<int32_t> ranks = seater.available(maker.longest().least, dealing.most_s);
+    std::vector<int32_t> ranks = seater.available(maker.longest().least, dealing.most_s);
     const bool is_first_of_group = place % dealing.group == 0;
     const double least_s = (is_first_of_group ? dealing.grade : 1.0) * last_s;
     const Round round =
         maker.take(static_cast<int64_t>(ranks.size()), std::max(dealing.level_s, least_s));
     if (is_first_of_group) last_s = round.front().seconds;
-    seater.add(round, ranks);
+    seater.add(round, std::move(ranks));
   }
-  return seater.seating();
+  return seater.finish();
 }
 
 Seating seat_on_all(const Problem& problem, const std::vector<LongSequence>& sequences) {
   Seater seater(problem);
   for (const Round& round : whole_rounds(problem, sequences)) seater.add(round, seater.all());
-  return seater.seating();
+  return seater.finish();
 }
 
 Outline outline(const Seating& seating) {

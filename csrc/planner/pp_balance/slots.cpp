@@ -41,15 +41,14 @@ std::vector<double> pour(const Seating& seating, const std::vector<double>& grou
   return shares;
 }
 
-// The level up to which so much fills vessels with these grounds.
-double level_of(std::vector<double> grounds, double volume) {
-  std::sort(grounds.begin(), grounds.end());
-  double level = 0;
-  for (std::size_t i = 0; i < grounds.size(); ++i) {
-    const auto num = static_cast<double>(i + 1);
-    volume += grounds[i];
-    level = volume / num;
-    if (i + 1 < grounds.size() && level <= grounds[i + 1]) break;
+// The level up to which so much fills vessels with these grounds, ascending, and so many more that
+// are empty.
+double level_of(const std::vector<double>& grounds, std::size_t empty, double volume) {
+  double level = volume / static_cast<double>(std::max<std::size_t>(empty, 1));
+  for (const double ground : grounds) {
+    if (empty > 0 && level <= ground) break;
+    volume += ground;
+    level = volume / static_cast<double>(++empty);
   }
   return level;
 }
@@ -120,11 +119,11 @@ OwnSlots::Lane OwnSlots::lane_of(const Seating& seating, const Rows& rows, std::
     lane.before_longest += row < longest;
     lane.slots.push_back(slot);
   }
+  std::sort(lane.bases_s.begin(), lane.bases_s.end());
   return lane;
 }
 
-std::vector<Slot> OwnSlots::of(std::size_t at, double share_s) const {
-  const Lane& lane = lanes_[at];
+OwnSlots::Levels OwnSlots::levels(const Lane& lane, std::size_t at, double share_s) const {
   const double bin_s = shorts_.bin_s(unit_s_ * speed_[at]);
   double least_s = 0;  // of the slots in no group of rings
   double room_s = 0;
@@ -132,26 +131,32 @@ std::vector<Slot> OwnSlots::of(std::size_t at, double share_s) const {
     least_s += std::max(0.0, kLeast * bin_s - base_s);
     room_s += std::max(0.0, bin_s - base_s);
   }
-  double part = 1;  // that slots beside rings get of what they lack
-  if (share_s < lane.beside_s + least_s) part = share_s / (lane.beside_s + least_s);
-  const double free_s = share_s - part * lane.beside_s;
-  std::vector<double> grounds_s = lane.bases_s;
-  grounds_s.resize(grounds_s.size() + static_cast<std::size_t>(num_more(free_s - room_s, bin_s)));
-  if (grounds_s.empty() && free_s > 0) grounds_s.resize(group_);
-  const std::size_t more = grounds_s.size() - lane.bases_s.size();
-  const double level_s = level_of(std::move(grounds_s), free_s);
+  Levels result;
+  if (share_s < lane.beside_s + least_s) result.beside = share_s / (lane.beside_s + least_s);
+  const double free_s = share_s - result.beside * lane.beside_s;
+  result.more = static_cast<std::size_t>(num_more(free_s - room_s, bin_s));
+  if (lane.bases_s.empty() && result.more == 0 && free_s > 0) result.more = group_;
+  result.level_s = level_of(lane.bases_s, result.more, free_s);
+  return result;
+}
+
+std::vector<Slot> OwnSlots::of(std::size_t at, double share_s) const {
+  const Lane& lane = lanes_[at];
+  const Levels levels = this->levels(lane, at, share_s);
   std::vector<Slot> slots = lane.slots;
-  slots.resize(slots.size() + more);
+  slots.resize(slots.size() + levels.more);
   for (std::size_t i = 0; i < slots.size(); ++i) {
-    Slot& slot = slots[i];
-    slot.distance = std::abs(2 * (static_cast<int64_t>(i) - lane.before_longest) + 1);
-    if (slot.wanted_s > 0) {
-      slot.wanted_s = slot.base_s + part * (slot.wanted_s - slot.base_s);
-    } else {
-      slot.wanted_s = std::max(slot.base_s, level_s);
-    }
+    slots[i].distance = std::abs(2 * (static_cast<int64_t>(i) - lane.before_longest) + 1);
+    slots[i].wanted_s = levels.wanted_s(slots[i]);
   }
   return slots;
+}
+
+void OwnSlots::add_wanted_s(std::size_t at, double share_s, std::vector<double>& wanted_s) const {
+  const Lane& lane = lanes_[at];
+  const Levels levels = this->levels(lane, at, share_s);
+  for (const Slot& slot : lane.slots) wanted_s.push_back(levels.wanted_s(slot));
+  wanted_s.resize(wanted_s.size() + levels.more, levels.wanted_s({}));
 }
 
 // Slots behind the last ring for what found no room before.

@@ -62,13 +62,30 @@ class OwnSlots {
   // alike. Counts that must be multiples of a group are made so by more and lighter slots.
   std::vector<Slot> of(std::size_t lane, double share_s) const;
 
+  // Adds `wanted_s` of the same slots.
+  void add_wanted_s(std::size_t lane, double share_s, std::vector<double>& wanted_s) const;
+
  private:
   struct Lane {
     std::vector<Slot> slots;      // wanted_s as said above in groups of rings, else 0
     int64_t before_longest = 0;   // slots before its longest ring
     double beside_s = 0;          // short sequences of slots in groups of rings
-    std::vector<double> bases_s;  // of the other slots
+    std::vector<double> bases_s;  // of the other slots, ascending
   };
+
+  // What a share makes of a lane's slots.
+  struct Levels {
+    double beside = 1;     // the part that slots beside rings get of what they lack
+    double level_s = 0;    // up to which the others are filled
+    std::size_t more = 0;  // slots behind the last ring
+
+    double wanted_s(const Slot& slot) const {
+      if (slot.wanted_s == 0) return std::max(slot.base_s, level_s);
+      return slot.base_s + beside * (slot.wanted_s - slot.base_s);
+    }
+  };
+
+  Levels levels(const Lane& lane, std::size_t at, double share_s) const;
 
   Lane lane_of(const Seating& seating, const Rows& rows, std::size_t lane) const;
   double num_more(double free_s, double bin_s) const;

@@ -33,19 +33,18 @@ class Ticks {
         weights_(weights_of_rows(problem)),
         clocks_(num_ranks_ * order_.stages(), 0.0) {
     line_up(rank_offsets, ranks);
-    fill_positions(rank_offsets, ranks, seconds, passing);
+    find_rings(rank_offsets, ranks);
+    fill(rank_offsets, ranks, seconds, passing);
   }
 
   std::vector<double> run() {
     order_.run(
-        positions_.size(),
+        positions_.size() - 1,
         [&](std::size_t position, std::size_t stage, std::size_t row) {
-          Position& here = positions_[position];
-          run_position(here, here.forward_s, stage, weights_[row]);
+          run_position(position, forward_s_, stage, weights_[row]);
         },
         [&](std::size_t position, std::size_t stage, std::size_t row) {
-          Position& here = positions_[position];
-          run_position(here, here.backward_s, stage, weights_[row]);
+          run_position(position, backward_s_, stage, weights_[row]);
         });
     std::vector<double> ends;  // the last backward is on the first stage
     for (const std::size_t line : line_of_rank_) ends.push_back(clocks_[line]);
@@ -53,15 +52,14 @@ class Ticks {
   }
 
  private:
+  // Where a position begins: its lines, its rings, and their members.
   struct Position {
-    std::vector<double> forward_s;     // by line: all rows; 0 of padding
-    std::vector<double> backward_s;    // likewise
-    std::vector<double> ends;          // by line: of its latest operation
-    std::vector<std::size_t> members;  // lines of rings, ring after ring
-    std::vector<std::size_t> rings;    // where each ring ends in them
+    std::size_t line = 0;
+    std::size_t ring = 0;
+    std::size_t member = 0;
   };
 
-  // Gives each rank its line and positions their sizes.
+  // Gives each rank its line and each position its lines.
   void line_up(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks) {
     std::vector<std::size_t> counts(num_ranks_, 0);
     for (auto i = index(rank_offsets.front()); i < index(rank_offsets.back()); ++i) {
@@ -73,12 +71,9 @@ class Ticks {
     for (const std::size_t count : counts) ++shorter_by[most - count];
     std::vector<std::size_t> next(most + 1, 0);  // line of the next such rank
     std::partial_sum(shorter_by.begin(), shorter_by.end() - 1, next.begin() + 1);
-    positions_.resize(most);
+    positions_.resize(most + 1);
     for (std::size_t position = 0; position < most; ++position) {
-      const std::size_t size = next[most - position];
-      positions_[position].forward_s.assign(size, 0.0);
-      positions_[position].backward_s.assign(size, 0.0);
-      positions_[position].ends.assign(size, 0.0);
+      positions_[position + 1].line = positions_[position].line + next[most - position];
     }
     line_of_rank_.resize(num_ranks_);
     for (std::size_t rank = 0; rank < num_ranks_; ++rank) {
@@ -86,38 +81,63 @@ class Ticks {
     }
   }
 
-  void fill_positions(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks,
-                      const std::vector<double>& seconds, const Passing& passing) {
+  // Gives each micro-batch its position, and each position room for its rings.
+  void find_rings(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks) {
     std::vector<std::size_t> done(num_ranks_, 0);
+    for (std::size_t m = 0; m + 1 < rank_offsets.size(); ++m) {
+      const std::size_t first = index(rank_offsets[m]);
+      const std::size_t last = index(rank_offsets[m + 1]);
+      position_of_.push_back(done[index(ranks[first])]);
+      for (std::size_t i = first; i < last; ++i) ++done[index(ranks[i])];
+      if (last - first == 1) continue;
+      Position& behind = positions_[position_of_.back() + 1];
+      ++behind.ring;
+      behind.member += last - first;
+    }
+    for (std::size_t position = 1; position < positions_.size(); ++position) {
+      positions_[position].ring += positions_[position - 1].ring;
+      positions_[position].member += positions_[position - 1].member;
+    }
+  }
+
+  void fill(const std::vector<int32_t>& rank_offsets, const std::vector<int32_t>& ranks,
+            const std::vector<double>& seconds, const Passing& passing) {
+    forward_s_.assign(positions_.back().line, 0.0);
+    backward_s_.assign(positions_.back().line, 0.0);
+    ends_.assign(positions_.back().line, 0.0);
+    rings_.resize(positions_.back().ring);
+    members_.resize(positions_.back().member);
+    std::vector<Position> next = positions_;
     for (std::size_t m = 0; m < seconds.size(); ++m) {
       const std::size_t first = index(rank_offsets[m]);
       const std::size_t last = index(rank_offsets[m + 1]);
-      Position& position = positions_[done[index(ranks[first])]];
+      Position& here = next[position_of_[m]];
       const PassTimes passes(seconds[m], passing.is_twice(m));
       for (std::size_t i = first; i < last; ++i) {
         const std::size_t line = line_of_rank_[index(ranks[i])];
-        position.forward_s[line] = passes.forward_s;
-        position.backward_s[line] = passes.backward_s;
-        if (last - first > 1) position.members.push_back(line);
-        ++done[index(ranks[i])];
+        forward_s_[here.line + line] = passes.forward_s;
+        backward_s_[here.line + line] = passes.backward_s;
+        if (last - first > 1) members_[here.member++] = line;
       }
-      if (last - first > 1) position.rings.push_back(position.members.size());
+      if (last - first > 1) rings_[here.ring++] = here.member;
     }
   }
 
   // Every micro-batch takes a row's share of its `seconds`, those of a pass.
-  void run_position(Position& position, const std::vector<double>& seconds, std::size_t stage,
+  void run_position(std::size_t position, const std::vector<double>& seconds, std::size_t stage,
                     double share) {
+    const Position& here = positions_[position];
+    const Position& behind = positions_[position + 1];
     double* clocks = clocks_.data() + stage * num_ranks_;
-    double* ends = position.ends.data();
-    const std::size_t num = position.ends.size();
+    double* ends = ends_.data() + here.line;
+    const double* pass_s = seconds.data() + here.line;
+    const std::size_t num = behind.line - here.line;
     for (std::size_t i = 0; i < num; ++i) ends[i] = std::max(ends[i], clocks[i]);
-    std::size_t begin = 0;
-    for (const std::size_t end : position.rings) {
-      const double start = latest(ends, position.members, begin, end);
-      for (; begin < end; ++begin) ends[position.members[begin]] = start;
+    std::size_t begin = here.member;
+    for (std::size_t ring = here.ring; ring < behind.ring; ++ring) {
+      const double start = latest(ends, members_, begin, rings_[ring]);
+      for (; begin < rings_[ring]; ++begin) ends[members_[begin]] = start;
     }
-    const double* pass_s = seconds.data();
     for (std::size_t i = 0; i < num; ++i) clocks[i] = ends[i] += share * pass_s[i];
   }
 
@@ -126,7 +146,13 @@ class Ticks {
   std::vector<double> weights_;  // by row
   std::vector<double> clocks_;   // by stage, then line
   std::vector<std::size_t> line_of_rank_;
-  std::vector<Position> positions_;
+  std::vector<std::size_t> position_of_;  // by micro-batch
+  std::vector<Position> positions_;       // and where the last one ends
+  std::vector<double> forward_s_;         // by position, then line: all rows; 0 of padding
+  std::vector<double> backward_s_;        // likewise
+  std::vector<double> ends_;              // likewise: of its latest operation
+  std::vector<std::size_t> members_;      // lines of rings, ring after ring
+  std::vector<std::size_t> rings_;        // where each ends in them
 };
 
 }  // namespace
