@@ -12,7 +12,6 @@ from tests.support.own_loop import arguments_of
 
 SLOW = pytest.mark.slow
 WIDE = {"kv_channels": 12, "num_layers": 4}
-LLM = ("embedding.*", "decoder.layers.*", "output_layer.*")
 
 
 def arguments_with(overrides=None):
@@ -41,15 +40,26 @@ def test_layouts(run_ranks, family, layout):
 
 @SLOW
 @pytest.mark.parametrize("family", ITEMS_OF)
-@pytest.mark.parametrize("is_model_frozen", [False, True])
+@pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("trained", [(), ("encoder",), ("projector",), ("encoder", "projector")])
-def test_frozen_parts(run_ranks, family, is_model_frozen, trained):
-    """What is trained learns what one rank would learn; of a frozen model the last norm is left."""
-    arguments = arguments_with({"hdp_frozen": LLM} if is_model_frozen else {})
-    errors, calls = run_ranks(2, errors_of, arguments, trained=trained, family=family)[0]
+def test_frozen_parts(run_ranks, family, freezes, trained):
+    """What is trained, of encoder, projector and language model, learns as on one rank."""
+    how = {"trained": trained, "family": family, "freezes": freezes}
+    errors, calls = run_ranks(2, errors_of, arguments_with(), **how)[0]
     assert all(error < TOLERANCE for error in errors.values()), errors
     num_encoded = sum(len(pack) for rank in calls for pack in rank)
     assert num_encoded == len(ITEMS_OF[family]) * (2 if trained else 1)
+
+
+@SLOW
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_projector_alone(run_ranks, layout):
+    """As LLaVA's first training: no weight of the language model is trained."""
+    ranks, overrides = LAYOUTS[layout]
+    arguments = arguments_with(overrides | {"num_layers": 8 if layout == "pp2-v2" else 4})
+    how = {"trained": ("projector",), "family": "qwen3-vl", "freezes": True}
+    errors, _ = run_ranks(ranks, errors_of, arguments, **how)[0]
+    assert all(error < TOLERANCE for error in errors.values()), errors
 
 
 def levels_swapped(self, rows):

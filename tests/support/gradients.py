@@ -404,7 +404,7 @@ def largest_error(found, expected):
     """Largest relative error (norm by norm) of the loss and of any parameter's gradient."""
     (loss, grads), (expected_loss, expected_grads) = found, expected
     assert grads.keys() == expected_grads.keys()
-    scale = max(grad.norm().item() for grad in expected_grads.values())
+    scale = max((grad.norm().item() for grad in expected_grads.values()), default=0.0)
     errors = [abs(loss - expected_loss) / max(abs(expected_loss), 1e-300)]
     for name, grad in grads.items():
         norm = max(expected_grads[name].norm().item(), 1e-3 * scale, 1e-300)

@@ -86,7 +86,13 @@ def encoder_gradients(encoder):
 
 @gradients.seldom_compiled
 def errors_of(
-    arguments, seeds=(None, 0), *faults, balance="step", trained=("model", "encoder"), family=None
+    arguments,
+    seeds=(None, 0),
+    *faults,
+    balance="step",
+    trained=("model", "encoder"),
+    family=None,
+    freezes=False,
 ):
     """Body of a rank: the largest error of each plan, on the first rank; calls of the encoder.
 
@@ -97,6 +103,7 @@ def errors_of(
         balance: who encodes what.
         trained: a projector may be trained without its encoder, or the other way round.
         family: of a model of pictures and text, whose encoder and items are taken.
+        freezes: whether the whole language model learns nothing, once the session is made.
     """
     parallel.initialise(arguments)
     encoder, batch = made(family)
@@ -111,6 +118,8 @@ def errors_of(
         for target, replacement in faults:
             planted.enter_context(mock.patch(target, replacement))
         session = session_of(arguments)
+        for chunk in session.chunks if freezes else ():
+            chunk.requires_grad_(False)
         session.attach_encoder(encoder, balance=balance)
         for seed in seeds:
             calls.clear()
