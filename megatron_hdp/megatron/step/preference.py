@@ -57,8 +57,8 @@ def require_fitting(corpus: Corpus, objective: str | None) -> None:
     found, origin = corpus.sides, corpus.spec.origin
     if objective is None and found is not None:
         raise ValueError(
-            f"{origin}: found preferences ({found}), of which the loss of the next token would train "
-            "rejected answers, too; expected text or conversations: add --hdp-objective"
+            f"{origin}: found preferences ({found}), of which the loss of the next token would "
+            "train rejected answers, too; expected text or conversations: add --hdp-objective"
         )
     if objective is not None and (found is None or (found != "pairs" and objective != "kto")):
         expected = "labelled or pairs" if objective == "kto" else "pairs"
