@@ -307,3 +307,18 @@ def test_experts_on_other_ranks(run_ranks, tmp_path):
     apart = replace(alone, expert_model_parallel_size=2, hdp_tokens_per_rank=128)
     found, *_ = run_ranks(2, curve, apart)[0]
     assert np.abs(found - expected).max() <= 1e-9
+
+
+@SLOW
+def test_the_data_plane_gives_the_same_steps(run_ranks, tmp_path):
+    pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
+    path, base = write_rows(tmp_path / "rows.jsonl", 24), tmp_path / "base"
+    run_ranks(2, curve, preference_arguments(path, "orpo", train_iters=1, save=base))
+    data = tmp_path / "data.yaml"
+    data.write_text(f"sources:\n  a: {{path: {path}, format: pairs}}\nvalidation: {{a: 4}}\n")
+    mine = {"hdp_data": data, "data_path": (), "pretrained_checkpoint": base}
+    mine |= {"hdp_reference_checkpoint": base, "eval_iters": 1, "eval_interval": 2}
+    local = preference_arguments(path, **mine)
+    expected = run_ranks(2, curve, local)[0]
+    found = run_ranks(2, curve, replace(local, hdp_loaders="ray"), timeout_s=900)[0]
+    assert np.array_equal(found[0], expected[0]) and found[1:] == expected[1:]

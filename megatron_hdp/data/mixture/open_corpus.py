@@ -28,6 +28,8 @@ from megatron_hdp.data.tables import SequenceTable, count_documents, open_source
 from megatron_hdp.data.token_file import TokenReader
 from megatron_hdp.data.tokenizers import available_cpus
 
+_LEAVE_OUT = "leave rows out whose answers are too long, or raise --seq-length"
+
 CACHE_FOLDER = "hdp-cache"
 """Beside the data, where no ``--data-cache-path`` is given: what sources were prepared into."""
 
@@ -209,21 +211,27 @@ def _opened(
     spec: MixtureSpec,
     opening: Opening,
 ) -> TableSource:
-    long_sequence = source.long_sequence or opening.long_sequence
+    sides = Sides.beside(prefix)
+    long_sequence = source.long_sequence or (opening.long_sequence if sides is None else "error")
+    if sides is not None and long_sequence != "error":
+        raise ValueError(
+            f"{spec.origin}: found long-sequence {long_sequence} for source '{source.name}', which "
+            f"holds preferences, expected error: an answer that is cut is another one; {_LEAVE_OUT}"
+        )
     pictures = _pictures_of(source, prefix, spec)
     if pictures is not None and long_sequence == "split":
         raise ValueError(
             f"{spec.origin}: found long-sequence split for source '{source.name}', which has "
             "pictures, expected truncate or error: a piece could begin within one"
         )
-    sides = Sides.beside(prefix)
-    if sides is not None and long_sequence != "error":
+    if pictures is not None and sides is not None:
         raise ValueError(
-            f"{spec.origin}: found long-sequence {long_sequence} for source '{source.name}', which "
-            "holds preferences, expected error: an answer that is cut is another one; leave rows "
-            "out whose answers are too long, or raise --seq-length"
+            f"{spec.origin}: found pictures and preferences in source '{source.name}', expected "
+            "one of them: answers are text"
         )
     how: dict[str, Any] = {"cache_folder": opening.cache_folder, "say": opening.say}
+    if sides is not None:
+        how["remedy"] = _LEAVE_OUT
     if pictures is not None:
         most = opening.max_length if long_sequence == "truncate" else None
         how["longer"] = longer = Lengthening(pictures, most, documents)

@@ -9,6 +9,7 @@ from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.index_file import Documents
 
 LONG_SEQUENCE_POLICIES = ("error", "truncate", "split")
+CUT_THEM = "use --hdp-long-sequence truncate or split, or raise --seq-length"
 _MOST_ROWS = 1 << 18  # made at once, however many a document gives
 
 
@@ -37,10 +38,18 @@ class Cutting:
     """The documents to take."""
     num_documents: int
     """Of the whole token file."""
+    remedy: str = CUT_THEM
+    """What an error says of documents that are too long."""
 
     @classmethod
     def of(
-        cls, num_documents: int, *, max_length: int, long_sequence: str, documents: range | None
+        cls,
+        num_documents: int,
+        *,
+        max_length: int,
+        long_sequence: str,
+        documents: range | None,
+        remedy: str = CUT_THEM,
     ) -> "Cutting":
         """Return the cutting for some of a file's documents, all when ``None``.
 
@@ -60,7 +69,7 @@ class Cutting:
             if documents.step != 1:
                 raise ValueError(f"documents {documents}: expected contiguous documents (step 1)")
             taken = taken[documents.start : documents.stop]
-        return cls(max_length, long_sequence, taken, num_documents)
+        return cls(max_length, long_sequence, taken, num_documents, remedy)
 
     def chosen(self, piece: Documents) -> Documents:
         """Return those documents of a piece that are to be taken."""
@@ -184,6 +193,5 @@ class Survey:
             raise ValueError(
                 f"document {number} has {length:,} tokens, the context length is "
                 f"{cutting.max_length:,} ({self.num_long:,} documents are longer, the longest has "
-                f"{self.longest_document:,}): use --hdp-long-sequence truncate or split, or raise "
-                "--seq-length"
+                f"{self.longest_document:,}): {cutting.remedy}"
             )

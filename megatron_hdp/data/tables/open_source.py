@@ -13,7 +13,7 @@ from megatron_hdp.data.index_file import Documents, IndexFile
 from megatron_hdp.data.sums import Sums
 from megatron_hdp.data.tables.cache import TableCache
 from megatron_hdp.data.tables.columns import fill_private
-from megatron_hdp.data.tables.cutting import Cutting, Survey
+from megatron_hdp.data.tables.cutting import CUT_THEM, Cutting, Survey
 from megatron_hdp.data.tables.table import SequenceTable
 from megatron_hdp.data.token_file import TokenReader
 from megatron_hdp.files import Say
@@ -83,13 +83,14 @@ def open_source(
     cache_folder: Path | None = None,
     say: Say = _to_stderr,
     longer: Callable[[Documents], Documents] | None = None,
+    remedy: str | None = None,
 ) -> tuple[SequenceTable, TokenReader]:
     """Open what a run reads of a pair: the sequences of some documents, and their tokens by place.
 
     The table lies in memory of this process, or in a file of `cache_folder` (``--data-cache-path``)
-    that the processes of a node share, built by the first of them. `long_sequence` is as of
-    `Cutting`. With `longer`, which gives documents the lengths that they have once they are drawn,
-    the table lies in memory.
+    that the processes of a node share, built by the first of them. `long_sequence` and `remedy` are
+    as of `Cutting`. With `longer`, which gives documents the lengths that they have once they are
+    drawn, the table lies in memory.
 
     Raises:
         TokenFileError: one of the two files is missing, malformed, too short or not as written.
@@ -98,7 +99,11 @@ def open_source(
     """
     index = IndexFile(f"{os.fspath(prefix)}.idx")
     cutting = Cutting.of(
-        index.num_documents, max_length=max_length, long_sequence=long_sequence, documents=documents
+        index.num_documents,
+        max_length=max_length,
+        long_sequence=long_sequence,
+        documents=documents,
+        remedy=remedy or CUT_THEM,
     )
     sums = Sums.beside(prefix)
     if cache_folder is not None and longer is None:

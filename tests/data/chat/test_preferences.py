@@ -5,6 +5,8 @@ import re
 import pytest
 
 from megatron_hdp.data.chat import BadConversationError, Preferences
+from megatron_hdp.data.tokenizers import build_tokenizer
+from tests.data.chat import tiny_tokenizer
 from tests.data.chat.test_conversations import NamedBytes
 from tests.data.chat.written import WRITTEN
 
@@ -155,3 +157,29 @@ def test_other_templates(tmp_path, name):
     except BadConversationError:
         pytest.skip("a template that refuses such conversations")
     assert all(word in part for word, (_, _, (part,)) in zip(("four", "five"), found, strict=True))
+
+
+@pytest.mark.slow
+def test_texts_are_tokenised_as_trl_does(tmp_path):
+    options = pytest.importorskip("trl.import_utils")
+    for name, value in vars(options).copy().items():
+        if isinstance(value, tuple):  # (False, None) is true: TRL asks an older transformers
+            setattr(options, name, value[0])
+    trainer = pytest.importorskip("trl.trainer.dpo_trainer", exc_type=ImportError)
+    prompts = pytest.importorskip("trl.data_utils")
+    transformers = pytest.importorskip("transformers")
+    mine = build_tokenizer(tiny_tokenizer.write(tmp_path / "hf"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    rows = [
+        {"prompt": "User hello", "chosen": " hello Assistant", "rejected": "\n\n<|eot|> no"},
+        {"chosen": "the System is up", "rejected": "the System is down"},
+        {"chosen": "a user hello", "rejected": "a user nods"},
+    ]
+    for row in rows:
+        given = row if "prompt" in row else prompts.extract_prompt(row)
+        expected = trainer.DPOTrainer.tokenize_row(given, theirs, None, None, False)
+        prompt = expected["prompt_input_ids"]
+        sides = [prompt + expected[f"{side}_input_ids"] for side in ("chosen", "rejected")]
+        found = Preferences("pairs", mine).render(row)
+        assert [one.ids.tolist() for one in found] == sides
+        assert [one.spans.tolist() for one in found] == [[[len(prompt), len(x)]] for x in sides]
