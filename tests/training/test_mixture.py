@@ -30,7 +30,7 @@ def test_figures_by_source(run_ranks, folder):
     for metrics, record in zip(found, records, strict=True):
         sources = record["sources"]
         assert list(sources) == list(LENGTHS)
-        keys = ["tokens", "loss_tokens", "loss", "share", "epoch", "bad"]
+        keys = ["tokens", "loss_tokens", "loss", "share", "epoch", "bad", "pairs"]
         assert all(list(one) == keys for one in sources.values())
         for name in drawn:
             drawn[name] += sources[name]["tokens"]
