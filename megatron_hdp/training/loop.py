@@ -59,7 +59,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             job = build_training_job(arguments, timeline)
             ending.enter_context(closing(job.checkpoints))
             progress = job.load()
-        add_references(job, progress)
+        add_references(job, progress, lambda: signals.agreed(parallel.compute_device()) is not None)
         records = _train(job, progress, heartbeat, signals)
         with timeline.span(CHECKPOINT):
             job.checkpoints.finish()

@@ -8,9 +8,10 @@ again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -32,10 +33,13 @@ _WRITTEN_EVERY_S = 60.0
 _UNKNOWN_AHEAD = ("mix", "plan")  # functions of the user's own that decide what a step holds
 
 
-def add_references(job: TrainingJob, progress: Progress) -> None:
+def add_references(
+    job: TrainingJob, progress: Progress, is_to_end: Callable[[], bool] = lambda: False
+) -> None:
     """Gives the steps that are left what the reference says of their answers, if they need it.
 
-    Every rank must call this, with the weights and the data position that training begins with.
+    Every rank must call this, with the weights and the data position that training begins with. It
+    stops between two steps where the job `is_to_end`, which every rank says alike.
 
     Raises:
         ValueError: there is no reference, it is another one, or it does not say all.
@@ -69,7 +73,7 @@ def add_references(job: TrainingJob, progress: Progress) -> None:
     if first is None:
         return
     _require_computable(steps, path, model)
-    _compute(job, source, sums, path, first, missing)
+    _compute(job, source, sums, path, chain([first], missing), is_to_end)
 
 
 def _file(arguments: TrainingArguments) -> Path | None:
@@ -144,28 +148,34 @@ def _compute(
     source: Path | None,
     sums: ReferenceSums,
     path: Path | None,
-    first: tuple[HdpSteps, Position],
-    others: Iterator[tuple[HdpSteps, Position]],
+    missing: Iterator[tuple[HdpSteps, Position]],
+    is_to_end: Callable[[], bool],
 ) -> None:
     """Runs steps under the reference's weights, and keeps what it says in the file."""
     count, written = 0, time.monotonic()
+
+    def write(least_s: float) -> None:
+        nonlocal written
+        if path is not None and time.monotonic() - written >= least_s:
+            sums.write(path)
+            parallel.say(f"reference: answers of {count:,} steps so far, kept in {path}")
+            written = time.monotonic()
+
     with _weights_of(job, source):
-        parallel.say("reference: runs forward over the answers that it has not seen")
-        step: tuple[HdpSteps, Position] | None = first
-        while step is not None:
+        step = next(missing, None)
+        while step is not None and not is_to_end():
+            following = next(missing, None)
             steps, position = step
+            if following is not None and following[0] is steps:
+                found = steps.answers(position, following[1])
+            else:
+                found = steps.answers(position)
             assert steps.preferences is not None
-            steps.preferences.note(steps.answers(position))
-            count += 1
-            is_due = time.monotonic() - written > _WRITTEN_EVERY_S
-            if path and is_due and parallel.is_first_rank():
-                sums.write(path)
-                written = time.monotonic()
-            step = next(others, None)
-    if path is not None:
-        on_first_rank(lambda: sums.write(path))
-    kept = f", kept in {path}" if path else ""
-    parallel.say(f"reference: log-probabilities of {count:,} steps' answers{kept}")
+            steps.preferences.note(found)
+            step, count = following, count + 1
+            on_first_rank(lambda: write(_WRITTEN_EVERY_S))
+    on_first_rank(lambda: write(0.0))
+    parallel.say(f"reference: has run over the answers of {count:,} steps")
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Losses of preferences in the training command: exact on any plan, their reference kept."""
 
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -322,3 +324,32 @@ def test_the_data_plane_gives_the_same_steps(run_ranks, tmp_path):
     expected = run_ranks(2, curve, local)[0]
     found = run_ranks(2, curve, replace(local, hdp_loaders="ray"), timeout_s=900)[0]
     assert np.array_equal(found[0], expected[0]) and found[1:] == expected[1:]
+
+
+def stopped(arguments):
+    """Body of a rank: steps of a run whose first rank is asked to end while the reference runs."""
+    answers = HdpSteps.answers
+
+    def asked(self, position, *following):
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return answers(self, position, *following)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HdpSteps, "answers", asked)
+        return len(pretrain(arguments))
+
+
+@SLOW
+def test_a_reference_that_is_interrupted(run_ranks, tmp_path):
+    """What it has said is kept; the run that follows computes the rest."""
+    path, base = write_rows(tmp_path / "rows.jsonl", 24), tmp_path / "base"
+    run_ranks(2, curve, preference_arguments(path, "orpo", train_iters=1, save=base))
+    mine = {"pretrained_checkpoint": base, "hdp_reference_checkpoint": base, "train_iters": 3}
+    mine = preference_arguments(path, lr_decay_iters=3, **mine)
+    expected, *_ = run_ranks(2, curve, mine)[0]
+    kept = replace(mine, save=tmp_path / "run")
+    assert run_ranks(2, stopped, kept) == [0, 0]
+    (known,) = ReferenceSums.read(tmp_path / "run" / "reference-log-probs.npz")._sums.values()
+    assert np.isfinite(known).sum() == 16
+    assert np.array_equal(run_ranks(2, curve, kept)[0][0], expected)

@@ -201,13 +201,15 @@ class HdpSteps:
         after = report.position_after.seeing(position, losses)
         return self._learnt(replace(report, position_after=after), known, step, outcome)
 
-    def answers(self, position: Position) -> AnswerTable:
+    def answers(self, position: Position, following: Position | None = None) -> AnswerTable:
         """What the model, as it is, says of the answers of the step that begins at a position.
 
-        Every rank must call this. Nothing of it counts as a step.
+        Every rank must call this; another call's step begins at `following`. None of them counts.
         """
         kept = self.kept()
         step = self._agree(self._local.get(position), position)
+        if following is not None:
+            self._local.expect(following)
         with self._agreement():
             amounts = self._left_out.of(step)
         with self._agreement():
