@@ -1,15 +1,18 @@
-"""Encoders of pictures in plain torch, with the names and layouts of Hugging Face's weights."""
+"""Encoders of pictures and sound in plain torch, with the weights of Hugging Face's files."""
 
-from megatron_hdp.encoders.base import PatchEncoder, Pixels
+from megatron_hdp.encoders.base import ItemEncoder, PatchEncoder, Pixels
 from megatron_hdp.encoders.llava import LlavaEncoder
 from megatron_hdp.encoders.loading import load_encoder
 from megatron_hdp.encoders.qwen2_5_vl import Qwen25VLEncoder
+from megatron_hdp.encoders.qwen2_audio import Qwen2AudioEncoder
 from megatron_hdp.encoders.qwen3_vl import Qwen3VLEncoder
 
 __all__ = [
+    "ItemEncoder",
     "LlavaEncoder",
     "PatchEncoder",
     "Pixels",
+    "Qwen2AudioEncoder",
     "Qwen3VLEncoder",
     "Qwen25VLEncoder",
     "load_encoder",

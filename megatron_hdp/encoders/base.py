@@ -50,8 +50,8 @@ HALF_PIXELS = Pixels((0.5,) * CHANNELS, (0.5,) * CHANNELS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionSettings:
-    """Of a ``vision_config``; what it leaves out is as `transformers` has it."""
+class EncoderSettings:
+    """Of an encoder's configuration; what it leaves out is as `transformers` has it."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -60,20 +60,21 @@ class VisionSettings:
         return cls(**{name: config[name] for name in names & set(config)})
 
 
-class PatchEncoder(torch.nn.Module):
-    """An encoder of `Patches`, as `HdpSession.attach_encoder` takes it.
+class ItemEncoder(torch.nn.Module):
+    """An encoder as `HdpSession.attach_encoder` takes it, with the weights of a model's files.
 
     Args:
         config: the model's ``config.json``.
-        pixels: how bytes are normalised; by default as the model's processor does it.
         patches_per_pack: the most patches of items that are given to one call.
 
     Attributes:
-        pixels: how it normalises bytes.
         patches_per_pack: the most patches of a call.
         shape: by which its cost is computed.
         levels: 1, and one for each further level of rows (deepstack).
         positions: how the language model's rotary positions see rows; None: like tokens.
+
+    Raises:
+        ValueError: it drops values by chance, so that no rows would be made twice.
     """
 
     prefixes: ClassVar[Mapping[str, str]]
@@ -82,20 +83,16 @@ class PatchEncoder(torch.nn.Module):
     levels = 1
     positions: MRope | None = None
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        pixels: Pixels | None = None,
-        patches_per_pack: int = 65_536,
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], patches_per_pack: int = 65_536) -> None:
         super().__init__()
-        self.pixels = pixels or self.usual_pixels(config)
         self.patches_per_pack = patches_per_pack
-
-    @staticmethod
-    def usual_pixels(config: Mapping[str, Any]) -> Pixels:
-        """How a model's processor normalises bytes, if nothing else is said."""
-        return CLIP_PIXELS
+        for part in ("vision_config", "audio_config"):
+            for name, value in config.get(part, {}).items():
+                if name.endswith(("dropout", "layerdrop")) and value:
+                    raise ValueError(
+                        f"found {name} {value} in the {part}, expected 0: an item is encoded twice "
+                        "and must give the same rows"
+                    )
 
     @property
     def patches_per_row(self) -> int:
@@ -107,6 +104,33 @@ class PatchEncoder(torch.nn.Module):
         """By its shape."""
         is_trained = any(one.requires_grad for one in self.parameters())
         return ItemCostModel.from_encoder(self.shape, is_trained=is_trained)
+
+
+class PatchEncoder(ItemEncoder):
+    """An encoder of `Patches`.
+
+    Args:
+        config: the model's ``config.json``.
+        pixels: how bytes are normalised; by default as the model's processor does it.
+        patches_per_pack: the most patches of items that are given to one call.
+
+    Attributes:
+        pixels: how it normalises bytes.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        pixels: Pixels | None = None,
+        patches_per_pack: int = 65_536,
+    ) -> None:
+        super().__init__(config, patches_per_pack)
+        self.pixels = pixels or self.usual_pixels(config)
+
+    @staticmethod
+    def usual_pixels(config: Mapping[str, Any]) -> Pixels:
+        """How a model's processor normalises bytes, if nothing else is said."""
+        return CLIP_PIXELS
 
     def patches(self, item: Patches) -> int:
         """Patches of an item.

@@ -12,9 +12,9 @@ from megatron_hdp.encoders.base import (
     CHANNELS,
     CLIP_PIXELS,
     HALF_PIXELS,
+    EncoderSettings,
     PatchEncoder,
     Pixels,
-    VisionSettings,
 )
 from megatron_hdp.encoders.blocks import Grid
 from megatron_hdp.encoders.layers import PatchProjection, activation_of
@@ -22,7 +22,7 @@ from megatron_hdp.media import Encoder, Patches, Resizing
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Clip(VisionSettings):
+class _Clip(EncoderSettings):
     hidden_size: int = 768
     intermediate_size: int = 3072
     num_hidden_layers: int = 12

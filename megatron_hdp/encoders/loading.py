@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from megatron_hdp.convert.files.hf_folder import CONFIG, find_tensors, listed, read_json
-from megatron_hdp.encoders.base import PatchEncoder, Pixels
+from megatron_hdp.encoders.base import ItemEncoder, PatchEncoder, Pixels
 from megatron_hdp.encoders.llava import LlavaEncoder
 from megatron_hdp.encoders.qwen2_5_vl import Qwen25VLEncoder
+from megatron_hdp.encoders.qwen2_audio import Qwen2AudioEncoder
 from megatron_hdp.encoders.qwen3_vl import Qwen3VLEncoder
 
-ENCODERS: dict[str, type[PatchEncoder]] = {
+ENCODERS: dict[str, type[ItemEncoder]] = {
     "llava": LlavaEncoder,
+    "qwen2_audio": Qwen2AudioEncoder,
     "qwen2_5_vl": Qwen25VLEncoder,
     "qwen3_vl": Qwen3VLEncoder,
     "qwen3_vl_moe": Qwen3VLEncoder,
@@ -27,7 +29,7 @@ _PROCESSOR = "preprocessor_config.json"
 
 def load_encoder(
     folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **settings: Any
-) -> PatchEncoder:
+) -> ItemEncoder:
     """The encoder of a model, with its weights.
 
     Args:
@@ -50,7 +52,9 @@ def load_encoder(
     stored = find_tensors(path)
     named = {ours: stored[name] for name in stored if (ours := _own_name(ENCODERS[kind], name))}
     with torch.device("meta"):
-        encoder = ENCODERS[kind](config, _pixels_of(path), **settings)
+        encoder = ENCODERS[kind](config, **settings)
+    if isinstance(encoder, PatchEncoder):
+        encoder.pixels = _pixels_of(path) or encoder.pixels
     expected = encoder.state_dict()
     _require_names(path, list(named), list(expected))
     weights = {name: named[name].read() for name in expected}
@@ -61,11 +65,10 @@ def load_encoder(
                 f"{list(expected[name].shape)} by its {CONFIG}"
             )
     encoder.load_state_dict(weights, assign=True)
-    encoder.requires_grad_()
     return encoder if dtype is None else encoder.to(dtype=dtype)
 
 
-def _own_name(encoder: type[PatchEncoder], name: str) -> str | None:
+def _own_name(encoder: type[ItemEncoder], name: str) -> str | None:
     """What a tensor of a file is called in the encoder; None: it is not of it."""
     for theirs, ours in encoder.prefixes.items():
         if name.startswith(theirs):

@@ -10,9 +10,9 @@ import torch
 
 from megatron_hdp.encoders.base import (
     CHANNELS,
+    EncoderSettings,
     PatchEncoder,
     Pixels,
-    VisionSettings,
     mrope_of,
 )
 from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of
@@ -26,7 +26,7 @@ from megatron_hdp.media import Encoder, Patches, Resizing, RowGrid
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings(VisionSettings):
+class _Settings(EncoderSettings):
     depth: int = 32
     hidden_size: int = 3584
     hidden_act: str = "silu"

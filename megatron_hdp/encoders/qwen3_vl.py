@@ -11,9 +11,9 @@ import torch
 from megatron_hdp.encoders.base import (
     CHANNELS,
     HALF_PIXELS,
+    EncoderSettings,
     PatchEncoder,
     Pixels,
-    VisionSettings,
     mrope_of,
 )
 from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of
@@ -24,7 +24,7 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings(VisionSettings):
+class _Settings(EncoderSettings):
     depth: int = 27
     hidden_size: int = 1152
     hidden_act: str = "gelu_pytorch_tanh"

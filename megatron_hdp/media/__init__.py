@@ -4,7 +4,7 @@ from megatron_hdp.media.cost import ItemCostModel
 from megatron_hdp.media.encoders import ENCODERS, Encoder, Resizing
 from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bound_s
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
-from megatron_hdp.media.patches import Patches
+from megatron_hdp.media.patches import Patches, Sound
 from megatron_hdp.media.planning import ITEM_STRATEGIES, dealt, plan_items
 from megatron_hdp.media.positions import MRope, RowGrid, row_positions
 
@@ -21,6 +21,7 @@ __all__ = [
     "Patches",
     "Resizing",
     "RowGrid",
+    "Sound",
     "dealt",
     "evaluate_items",
     "items_bound_s",

@@ -1,4 +1,4 @@
-"""Patches of a picture or a video: what sources of data make and encoders of models take."""
+"""Patches of a picture or a video, or a window of sound: what encoders of models take."""
 
 from dataclasses import dataclass
 
@@ -33,4 +33,29 @@ class Patches:
             raise ValueError(
                 f"found patches of shape {self.values.shape} in a grid of {t} x {h} x {w}, "
                 f"expected [{t * h * w}, values of a patch]"
+            )
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A window of sound as a logarithmic mel spectrogram.
+
+    What is behind `num_frames` is silence; a convolution sees its first frames.
+    """
+
+    values: AnyArray
+    """float32 ``[bins, frames]``."""
+    num_frames: int
+    """Those that hold sound."""
+
+    def __post_init__(self) -> None:
+        """Refuses a window that is none.
+
+        Raises:
+            ValueError: it has fewer frames than hold sound.
+        """
+        if self.values.ndim != 2 or not 0 < self.num_frames <= self.values.shape[1]:
+            raise ValueError(
+                f"found a spectrogram of shape {self.values.shape} with {self.num_frames} frames "
+                "of sound, expected [bins, frames] and no more of sound than that"
             )

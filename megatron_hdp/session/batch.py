@@ -13,7 +13,7 @@ import xxhash
 from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.mixture import Position, Step
 from megatron_hdp.data.steps import PlanSettings, RankShare, StepShares
-from megatron_hdp.media import Patches
+from megatron_hdp.media import Patches, Sound
 from megatron_hdp.planner import Plan
 
 _KINDS = "biuf"  # numpy's letters of booleans, integers and floating-point numbers
@@ -212,8 +212,8 @@ def _digest(media: Sequence[MediaItem]) -> int:
     found = xxhash.xxh3_64()
     for one in media:
         data = one.data
-        if isinstance(data, Patches):
-            found.update(f"{data.grid} {data.seconds}".encode())
+        if isinstance(data, Patches | Sound):
+            found.update(repr({**vars(data), "values": None}).encode())
             data = data.values
         if torch.is_tensor(data):  # of any type: numpy lacks some
             data = data.detach().cpu().reshape(-1).view(torch.uint8).numpy()

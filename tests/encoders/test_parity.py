@@ -11,7 +11,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megatron_hdp.encoders import LlavaEncoder, Pixels, load_encoder
-from megatron_hdp.media import Patches
+from megatron_hdp.media import Patches, Sound
 from tests.support.vision_models import (
     MODELS,
     drawn_patches,
@@ -30,7 +30,14 @@ def numbers_of(encoder, items):
 
 
 def rows_of_theirs(name, model, encoder, items):
-    """All levels side by side."""
+    """All levels side by side; of sound those of its frames, by masked attention."""
+    if name == "qwen2-audio":
+        windows = torch.stack([torch.from_numpy(one.values) for one in items])
+        states = torch.tensor([(one.num_frames + 1) // 2 for one in items])
+        mask = (torch.arange(200) < states[:, None])[:, None, None].expand(-1, 1, 200, -1)
+        found = model.model.audio_tower(windows, attention_mask=mask).last_hidden_state
+        rows = model.model.multi_modal_projector(found)
+        return torch.cat([one[: n // 2] for one, n in zip(rows, states.tolist(), strict=True)])
     numbers = numbers_of(encoder, items)
     if name.startswith("llava"):
         side, patch = items[0].grid[1], encoder.shape.resizing.patch
@@ -89,8 +96,12 @@ def test_a_folder_holds_the_same_tensors(name, tmp_path):
     found, expected = encoder.state_dict(), tensors_of(name, model)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[one], expected[one]) for one in found)
-    assert encoder.pixels.mean == (0.1, 0.2, 0.3) and encoder.patches_per_pack == 100
-    assert all(one.requires_grad for one in encoder.parameters())
+    assert encoder.patches_per_pack == 100
+    if name == "qwen2-audio":
+        assert not encoder.audio_tower.embed_positions.weight.requires_grad
+    else:
+        assert encoder.pixels.mean == (0.1, 0.2, 0.3)
+        assert all(one.requires_grad for one in encoder.parameters())
     tensors = load_file(tmp_path / "model.safetensors")
     gone = next(one for one in tensors if one.startswith(tuple(encoder.prefixes)))
     tensors.pop(gone)
@@ -136,12 +147,21 @@ def test_items_that_are_none(name, values, grid, sentence):
         encoder_of(name).patches(item)
 
 
+@pytest.mark.parametrize(("shape", "frames"), [((9, 400), 50), ((10, 401), 50), ((10, 400), 2)])
+def test_sounds_that_are_none(shape, frames):
+    with pytest.raises(ValueError, match="10 bins and at most 400 frames"):
+        encoder_of("qwen2-audio").patches(Sound(np.zeros(shape, dtype=np.float32), frames))
+    with pytest.raises(ValueError, match="no more of sound"):
+        Sound(np.zeros(shape, dtype=np.float32), 500)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"vision_config": {"model_type": "vit"}}, "vision tower 'vit'"),
         ({"vision_config": {}, "vision_feature_select_strategy": "full"}, "a row stands for"),
         ({"vision_config": {"hidden_act": "tanh"}}, "activation 'tanh'"),
+        ({"vision_config": {"attention_dropout": 0.1}}, "attention_dropout 0.1"),
     ],
 )
 def test_configurations_that_are_not_known(changes, sentence):

@@ -19,7 +19,9 @@ def arguments_with(overrides=None):
     return arguments_of(**(WIDE | (overrides or {})))
 
 
-@pytest.mark.parametrize("family", ITEMS_OF)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=SLOW if one == "qwen2-audio" else ()) for one in ITEMS_OF]
+)
 def test_rings(run_ranks, family):
     """Items across the slices of rings."""
     errors, calls = run_ranks(3, errors_of, arguments_with(), (0,), family=family)[0]

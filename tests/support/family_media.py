@@ -21,6 +21,7 @@ ITEMS_OF = {
     "qwen2.5-vl": _QWEN_ITEMS,
     "qwen3-vl": _QWEN_ITEMS,
     "llava-clip": [(3, 0), (5, 20), (7, 50), (7, 120), (8, 93)],
+    "qwen2-audio": [(3, 0), (5, 20), (7, 50), (7, 150), (8, 93)],
 }
 """Sequence and first token of each: at a sequence's begin and end, over chunks of a ring."""
 _QWEN_GRIDS = [(1, 4, 2), (3, 4, 12), (1, 2, 2), (1, 2, 2), (1, 10, 10), (1, 12, 26), (1, 4, 80)]
@@ -28,20 +29,21 @@ GRIDS_OF = {
     "qwen2.5-vl": _QWEN_GRIDS,
     "qwen3-vl": _QWEN_GRIDS,
     "llava-clip": [(1, 6, 6)] * 5,
+    "qwen2-audio": [100, 7, 400, 50, 51],
 }
 
 
 def family_encoder(family):
     """An encoder whose rows are as wide as the tiny model's hidden states."""
     _, kind, config = MODELS[family]
-    vision = config["vision_config"] | {"out_hidden_size": HIDDEN}
+    vision = config.get("vision_config", {}) | {"out_hidden_size": HIDDEN}
     if family == "qwen3-vl":
-        vision |= {"deepstack_visual_indexes": [0, 2]}
+        vision["deepstack_visual_indexes"] = [0, 2]
     rope = {"rope_parameters": _ROPE.get(family, {})}
     text = config["text_config"] | {"hidden_size": HIDDEN} | rope
     encoder = kind(config | {"text_config": text, "vision_config": vision}, patches_per_pack=400)
     generator = torch.Generator().manual_seed(5)
-    encoder.double()
+    encoder.double().requires_grad_()  # what is frozen is chosen by tests
     for weight in encoder.parameters():
         drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         weight.data.copy_(drawn / max(1, weight[0].numel()) ** 0.5)

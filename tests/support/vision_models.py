@@ -1,11 +1,11 @@
-"""Tiny random models of pictures and text, as transformers builds them, and drawn patches."""
+"""Tiny random models of pictures or sound and text as transformers builds them, and their items."""
 
 import numpy as np
 import torch
 import transformers
 
-from megatron_hdp.encoders import LlavaEncoder, Qwen3VLEncoder, Qwen25VLEncoder
-from megatron_hdp.media import Patches
+from megatron_hdp.encoders import LlavaEncoder, Qwen2AudioEncoder, Qwen3VLEncoder, Qwen25VLEncoder
+from megatron_hdp.media import Patches, Sound
 
 VOCABULARY, HIDDEN = 300, 32
 _TEXT = {
@@ -83,6 +83,19 @@ MODELS = {
             "vision_feature_layer": [-1, 1],
         },
     ),
+    "qwen2-audio": (
+        "Qwen2Audio",
+        Qwen2AudioEncoder,
+        {
+            "text_config": {**_TEXT, "model_type": "qwen2"},
+            "audio_config": {
+                **{"model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_ffn_dim": 40},
+                **{"encoder_layers": 2, "encoder_attention_heads": 2, "num_mel_bins": 10},
+                "max_source_positions": 200,
+            },
+            "audio_token_index": 290,
+        },
+    ),
 }
 """Names of transformers' classes, ours, and the configuration."""
 
@@ -121,8 +134,11 @@ def tensors_of(name, model):
 
 
 def drawn_patches(encoder, grids, seed=0):
-    """Items of random bytes; those with several frames hold them."""
+    """Items of random bytes; those with several frames hold them. Of sound random windows."""
     generator = np.random.default_rng(seed)
+    if isinstance(encoder, Qwen2AudioEncoder):
+        drawn = generator.standard_normal((len(grids), 10, 400)).astype(np.float32)
+        return [Sound(one, frames) for one, frames in zip(drawn, grids, strict=True)]
     resizing = encoder.shape.resizing
     found = []
     for grid in grids:
@@ -134,7 +150,9 @@ def drawn_patches(encoder, grids, seed=0):
 
 
 def grids_of(name):
-    """Of several sizes; a video where the encoder takes one."""
+    """Of several sizes; a video where the encoder takes one. Of sound numbers of frames."""
+    if name == "qwen2-audio":
+        return [7, 400, 50, 51, 52, 7]
     if name.startswith("llava"):
         return [(1, 6, 6)] * 3
     return [(1, 4, 6), (1, 10, 8), (3, 6, 14), (1, 2, 2), (1, 4, 6)]

@@ -1,6 +1,6 @@
-"""Models of pictures and text: where the language model is in their files.
+"""Models of pictures or sound and text: where the language model is in their files.
 
-The language model is of one of the families. What makes rows of pictures is copied as it is.
+The language model is of one of the families. What makes rows of items is copied as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _LANGUAGE = {
 """Architectures that language models of pictures have, by their ``model_type``."""
 _KNOWN = {
     "LlavaForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
 }
@@ -71,9 +72,12 @@ class Naming:
 _NAMINGS = (  # the first whose pictures are there; new files, then old ones
     Naming(("model.visual.",), "model.language_model."),
     Naming(("visual.",)),
-    Naming(("model.vision_tower.", "model.multi_modal_projector."), "model.language_model."),
     Naming(
-        ("vision_tower.", "multi_modal_projector."),
+        ("model.vision_tower.", "model.audio_tower.", "model.multi_modal_projector."),
+        "model.language_model.",
+    ),
+    Naming(
+        ("vision_tower.", "audio_tower.", "multi_modal_projector."),
         *("language_model.model.", "language_model.lm_head."),
     ),
 )
