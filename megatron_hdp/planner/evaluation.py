@@ -20,7 +20,7 @@ from megatron_hdp.planner.bounds import (
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import counts_of, pieces, span_of
-from megatron_hdp.planner.member_work import MemberWork, work_of
+from megatron_hdp.planner.member_work import MemberWork, copies_of_stream, work_of
 from megatron_hdp.planner.parts import shares_of_parts, sizes_of_parts
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_bounds import pipeline_bound_of, pipeline_target_s
@@ -336,8 +336,7 @@ def _go_in_parts(
 ) -> Float64Array:
     """Puts what the rings of micro-batches in parts expose into ``exposed``; what each sends."""
     ring_bytes, twice = whole_bytes.copy(), plan.runs_twice[run]
-    is_stream = plan.is_stream[run]
-    on_host = is_stream & (plan.offload_ratios[run] > 0)
+    is_stream, on_host = plan.is_stream[run], plan.streams_from_host[run]
     in_parts = plan.parts_of_each[run] > 1
     for m in np.flatnonzero(in_parts & (is_stream | (work.num_members > 1))).tolist():
         sizes = sizes_of_parts(plan, run.start + m)
@@ -359,29 +358,6 @@ def _go_in_parts(
             )
         ring_bytes[m] *= sum(sent) * (_TWICE if is_stream[m] else 1)
         if on_host[m]:
-            before = np.cumsum([0.0, *(size.tokens for size in sizes)])
-            num_on_device = len(sizes) - plan.host_parts_of(run.start + m)
-            for number, (size, seen_share) in enumerate(zip(sizes, seen, strict=True)):
-                there = before[number] - before[num_on_device] if number > num_on_device else 0.0
-                exposed[members] += _copied_s(
-                    min(size.earlier, there) / work.degrees[m],
-                    work.attention_s[members] * seen_share + work.token_s[members] * size.tokens,
-                    cost_model,
-                )
+            forward_s, backward_s = copies_of_stream(plan, cost_model, run.start + m, work, members)
+            exposed[members] += 2 * forward_s + backward_s
     return ring_bytes
-
-
-def _copied_s(earlier: float, computed_s: Float64Array, cost_model: CostModel) -> Float64Array:
-    """Seconds of a stream's part for copies from the host and back that its compute does not hide.
-
-    Keys and values of earlier parts come in both forwards and in backward, where the sums of their
-    gradients come and leave again beside them.
-    """
-    if earlier == 0:
-        return np.zeros_like(computed_s)
-    copied_s, hiding_s = earlier * cost_model.kv_bytes_per_token, computed_s / 3
-    copied_s += cost_model.halo_bytes / 6
-    copied_s /= cost_model.host_bytes_per_s
-    found: Float64Array = 2 * np.maximum(0.0, copied_s - hiding_s)
-    found += np.maximum(0.0, (1 + cost_model.sum_ratio) * copied_s - 2 * hiding_s)
-    return found

@@ -182,6 +182,11 @@ class FlatPlan:
         return self.streams
 
     @property
+    def streams_from_host(self) -> BoolArray:
+        """Of each micro-batch, whether it is a stream of which the host has keys and values."""
+        return self.is_stream & (self.offload_ratios > 0)
+
+    @property
     def is_recomputed(self) -> BoolArray:
         """Of each micro-batch."""
         if self.recomputed is None:

@@ -97,7 +97,7 @@ def work_of(
         parts = plan.num_parts[run].astype(np.float64)
         earlier = parts - 1
         if plan.streams is not None:  # kept on the host each earlier part is met by itself
-            on_host = plan.streams[run] & (plan.offload_ratios[run] > 0)
+            on_host = plan.streams_from_host[run]
             of_each = parts * (parts - 1) / 2
             earlier = np.where(on_host, of_each, earlier)
             again = np.where(plan.streams[run] & ~on_host, of_each - earlier, 0.0)
@@ -177,3 +177,39 @@ def _local_times(plan: Plan, run: slice, cost_model: CostModel, stages: int) -> 
 def _sums(keys: NDArray[np.integer[Any]], values: AnyArray, num_keys: int) -> Float64Array:
     """Sum of the values of each key."""
     return np.bincount(keys, weights=values, minlength=num_keys).astype(np.float64, copy=False)
+
+
+def copies_of_stream(
+    plan: Plan, cost_model: CostModel, m: int, work: MemberWork, members: slice
+) -> tuple[Float64Array, Float64Array]:
+    """Seconds of a stream's copies from the host and back that its compute does not hide.
+
+    Keys and values of earlier parts come in both forwards and in backward, where the sums of their
+    gradients come and leave again beside them.
+
+    Args:
+        plan: that has it, with keys on the host.
+        cost_model: of one HDP rank.
+        m: the micro-batch.
+        work: of a run of micro-batches with it.
+        members: of it, among those of the run.
+
+    Returns:
+        Of each member, all parts together: of one forward, and of what follows it in backward.
+    """
+    sizes = sizes_of_parts(plan, m)
+    squares = sum(size.squares for size in sizes)
+    first_there = sum(size.tokens for size in sizes[: len(sizes) - plan.host_parts_of(m)])
+    degree = members.stop - members.start
+    forward_s, backward_s = np.zeros(degree), np.zeros(degree)
+    for size in sizes:
+        earlier = max(0.0, size.earlier - first_there) / degree
+        if earlier == 0:
+            continue
+        computed_s = work.attention_s[members] * size.squares / squares
+        hiding_s = (computed_s + work.token_s[members] * size.tokens) / 3
+        copied_s = earlier * cost_model.kv_bytes_per_token + cost_model.halo_bytes / 6
+        copied_s /= cost_model.host_bytes_per_s
+        forward_s += np.maximum(0.0, copied_s - hiding_s)
+        backward_s += np.maximum(0.0, (1 + cost_model.sum_ratio) * copied_s - 2 * hiding_s)
+    return forward_s, backward_s

@@ -11,6 +11,8 @@ from megatron_hdp.planner.memory.activations import (
     kept_of_stream,
     keys_of_part,
     second_stream_kept_of_part,
+    stream_inputs,
+    stream_kept_of_parts,
 )
 from megatron_hdp.planner.memory.gpu import (
     IN_FLIGHT_BYTES,
@@ -46,5 +48,7 @@ __all__ = [
     "shard_bytes",
     "stage_memories",
     "stage_memory",
+    "stream_inputs",
+    "stream_kept_of_parts",
     "waiting_activations",
 ]

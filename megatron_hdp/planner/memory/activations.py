@@ -241,11 +241,22 @@ def kept_of_stream(job: Job, part_tokens: int | None = None) -> float:
     Tokens and labels are not counted, and on stages of a pipeline what parts came with. There it is
     the stage that keeps most, of as many streams as wait for their backward.
     """
+    kept = stream_kept_of_parts(job, part_tokens)
+    return max(job.most_alive(stage, kept[stage :: job.stages]) for stage in range(job.stages))
+
+
+def stream_kept_of_parts(job: Job, part_tokens: int | None = None) -> list[float]:
+    """The same of the layers of each of the job's parts, of one stream alone."""
     tokens = part_tokens or job.tokens_per_rank
     kept = [sum(_kept_values(job, layer, tokens) for layer in part) for part in job.parts]
     kept[-1] += sum(_kept_values(job, layer, tokens) for layer in job.shape.further)
-    most = max(job.most_alive(stage, kept[stage :: job.stages]) for stage in range(job.stages))
-    return most * job.value_bytes * (1 + job.stream_sum_ratio)
+    return [values * job.value_bytes * (1 + job.stream_sum_ratio) for values in kept]
+
+
+def stream_inputs(job: Job) -> float:
+    """Bytes of one token of a stream that parts came with, of each part of a job with stages."""
+    is_staged = job.stages > 1
+    return is_staged * job.value_bytes * job.shape.hidden_size * job.token_share
 
 
 def _kept_values(job: Job, layer: Layer, part_tokens: int) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
+from megatron_hdp.planner import Plan
 from megatron_hdp.planner.memory import (
     Job,
     kept_of_further,
@@ -19,6 +20,8 @@ from megatron_hdp.planner.memory import (
     keys_of_part,
     second_stream_kept_of_part,
     stage_memory,
+    stream_inputs,
+    stream_kept_of_parts,
 )
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import RankLists, order_on_stage
@@ -36,6 +39,11 @@ class MemoryCosts:
     row_keys_per_token: tuple[float, ...] = (0.0,)
     """Beside them what stays on the device for later parts, and of layers of further tokens;
     likewise or the same of all rows."""
+    row_stream_per_token: tuple[float, ...] = (0.0,)
+    """Of streams in their place, between forward and backward: keys and values and the sums of
+    their gradients, where the host does not have them; likewise."""
+    row_inputs_per_token: tuple[float, ...] = (0.0,)
+    """Of streams besides, with stages: what parts came with, always on the device; likewise."""
     work_tokens: tuple[float, ...] = (0.0,)
     """Tokens for which working memory is given; linear between them."""
     work_bytes: tuple[tuple[float, ...], ...] = ()
@@ -69,6 +77,8 @@ class MemoryCosts:
             fixed_bytes=tuple(fixed),
             row_bytes_per_token=tuple(kept_of_part(job, part) + one for part, one in rows),
             row_keys_per_token=tuple(keys),
+            row_stream_per_token=tuple(stream_kept_of_parts(job)),
+            row_inputs_per_token=(stream_inputs(job),),
             work_tokens=tuple(float(size) for size in sizes),
             work_bytes=tuple(
                 tuple(one - kept for one in of_sizes)
@@ -77,23 +87,29 @@ class MemoryCosts:
         )
 
     def resident_bytes(
-        self,
-        tokens: Int64Array,
-        ratios: Float64Array,
-        shares: Float64Array,
-        pipeline: Pipeline,
-        row_layers: Int64Array,
+        self, tokens: Int64Array, kept: "Kept", pipeline: Pipeline, row_layers: Int64Array
     ) -> Float64Array:
-        """Activations of micro-batches between forward and backward, on the device.
+        """Of micro-batches between forward and backward, on the device.
 
-        Tokens, offload ratios and shares that recomputation leaves are those of micro-batches; the
-        result has the shape (rows, micro-batches).
+        Tokens are those of a member, of a stream those of a part; the result has the shape (rows,
+        micro-batches).
         """
         leaving = lanes.leaving_of_rows(row_layers, pipeline)
         share_leaving = leaving / np.maximum(1, row_layers)
         whole: Float64Array = np.outer(self.row_bytes_per_token, tokens)
-        resident: Float64Array = whole * (1 - np.outer(share_leaving, ratios)) * shares
-        return resident + np.outer(self.row_keys_per_token, tokens)
+        resident: Float64Array = whole * (1 - np.outer(share_leaving, kept.ratios)) * kept.shares
+        resident += np.outer(self.row_keys_per_token, tokens)
+        if not kept.stream_parts.any():
+            return resident
+        of_all = tokens * kept.stream_parts
+        of_stream = np.outer(self.row_stream_per_token, of_all * (1 - kept.ratios))
+        of_stream = of_stream + np.outer(self.row_inputs_per_token, of_all)
+        return np.where(kept.stream_parts > 0, of_stream, resident)
+
+    def of_a_part(self, tokens: Int64Array, kept: "Kept") -> Float64Array:
+        """Activations of the part of a stream that runs, (rows, micro-batches); 0 of others."""
+        running: Float64Array = np.outer(self.row_bytes_per_token, tokens * (kept.stream_parts > 0))
+        return running
 
     def working_bytes(self, stage: int, tokens: Int64Array) -> Float64Array:
         """Working memory of micro-batches while they run; none where nothing runs."""
@@ -101,6 +117,33 @@ class MemoryCosts:
             return np.zeros(len(tokens))
         x, y = np.array(self.work_tokens), np.array(self.work_bytes[stage])
         return np.where(tokens > 0, np.interp(tokens, x, y), 0.0)
+
+
+class Kept(NamedTuple):
+    """What micro-batches keep between forward and backward, one entry each."""
+
+    ratios: Float64Array
+    """Of activations, or of a stream's keys and values, what the host has."""
+    shares: Float64Array
+    """Of activations what recomputation leaves."""
+    stream_parts: Int64Array
+    """Parts of a stream, 0 of what is none."""
+
+    @classmethod
+    def of(cls, plan: Plan, num_padding: int = 0) -> Self:
+        """Of a plan's micro-batches, then of padding."""
+        padding = np.zeros(num_padding)
+        shares = np.where(plan.is_recomputed, plan.recomputed_share, 1.0)
+        parts = np.where(plan.is_stream, plan.parts_of_each, 0)
+        return cls(
+            np.concatenate([plan.offload_ratios, padding]),
+            np.concatenate([shares, padding + 1]),
+            np.concatenate([parts, np.zeros(num_padding, dtype=np.int64)]),
+        )
+
+    def some(self, numbers: Int64Array) -> Self:
+        """Those with these numbers."""
+        return type(self)(self.ratios[numbers], self.shares[numbers], self.stream_parts[numbers])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -124,8 +167,7 @@ def trace_of(
     costs: MemoryCosts,
     lists: RankLists,
     tokens: Int64Array,
-    ratios: Float64Array,
-    shares: Float64Array,
+    kept: Kept,
     starts_s: tuple[Float64Array, Float64Array],
     ends_s: tuple[Float64Array, Float64Array],
     pipeline: Pipeline,
@@ -133,13 +175,13 @@ def trace_of(
 ) -> MemoryTrace:
     """Memory of the fullest rank and stage, the first of several that are equal.
 
-    Tokens are those of each entry of the lists, ratios and shares those of each micro-batch and
-    padding;
-    starts and ends are of forwards and of backwards, ``[rows, micro-batches]``.
+    Tokens are those of each entry of the lists, `kept` is of each micro-batch and padding; starts
+    and ends are of forwards and of backwards, ``[rows, micro-batches]``.
     """
-    of_lists = ratios[lists.micro_batches], shares[lists.micro_batches]
-    resident = costs.resident_bytes(tokens, *of_lists, pipeline, row_layers)
-    fullest = _fullest_of(costs, lists, tokens, len(ratios), resident, pipeline)
+    of_lists = kept.some(lists.micro_batches)
+    resident = costs.resident_bytes(tokens, of_lists, pipeline, row_layers)
+    running = costs.of_a_part(tokens, of_lists)
+    fullest = _fullest_of(costs, lists, tokens, len(kept.ratios), resident, running, pipeline)
     own, row = fullest.passes, fullest.passes.chunk * pipeline.stages + fullest.stage
     begin, end = (
         np.where(
@@ -188,6 +230,7 @@ def _fullest_of(
     tokens: Int64Array,
     num: int,
     resident: Float64Array,
+    running: Float64Array,
     pipeline: Pipeline,
 ) -> _Fullest:
     counts = pipeline.chunks * lists.counts  # passes of each rank on a stage, in one direction
@@ -196,12 +239,13 @@ def _fullest_of(
     best, most = None, -1.0
     for stage in range(pipeline.stages):
         passes = _passes(lists, num, pipeline, stage)
-        bytes_of_pass = resident[passes.chunk * pipeline.stages + stage, passes.entry]
+        of_pass = passes.chunk * pipeline.stages + stage, passes.entry
+        bytes_of_pass = resident[of_pass]
         held = np.cumsum(np.where(passes.backward, -bytes_of_pass, bytes_of_pass))
         before = np.concatenate([[0.0], held])[first]
         after = held - np.repeat(before, 2 * counts) + costs.fixed_bytes[stage]
         during = after + np.where(passes.backward, bytes_of_pass, 0.0)
-        during += costs.working_bytes(stage, tokens[passes.entry])
+        during += running[of_pass] + costs.working_bytes(stage, tokens[passes.entry])
         at = int(np.argmax(during)) if len(during) else -1
         if at >= 0 and during[at] > most:
             rank, most = int(ranks[at]), float(during[at])

@@ -7,12 +7,14 @@ one stage and needed on the next; no stage stands still while it sends. With chu
 sends to the first one, too.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array
 from megatron_hdp.planner import Plan, replay
+from megatron_hdp.planner.parts import time_shares
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import (
     longest_paths,
@@ -65,10 +67,15 @@ def schedule(plan: Plan, launches: Launches, times: PassTimes, pipeline: Pipelin
     message, num = launches.longest(times.message_s), passes.shape[-1]
     parts = np.ones(num, dtype=np.int64)
     np.maximum.at(parts, group_of[: plan.num_micro_batches], plan.parts_of_each)
+    first = np.cumsum(parts) - parts
     waits = waits_of(lists, num, pipeline)
     if plan.num_parts is not None:
         waits = waits_of_parts(lists, parts, pipeline)
-        passes, message = np.repeat(passes / parts, parts, axis=-1), np.repeat(message, parts)
+        shares = np.repeat(1 / parts, parts)
+        for at, share in _shares_of_streams(plan):  # alone in their groups
+            here = first[group_of[at]]
+            shares[here : here + len(share)] = share
+        passes, message = shares * np.repeat(passes, parts, axis=-1), np.repeat(message, parts)
     lag_s = np.where(waits.is_message, message[waits.then % len(message)], 0.0)
     starts, finished = longest_paths(waits, passes.ravel(), lag_s)
     if not finished.all():
@@ -77,7 +84,7 @@ def schedule(plan: Plan, launches: Launches, times: PassTimes, pipeline: Pipelin
             "for each other for ever; expected each at one position in the lists of its ranks"
         )
     begin_s = starts.reshape(passes.shape)
-    ends, first = begin_s + passes, np.cumsum(parts) - parts
+    ends = begin_s + passes
     last = first + parts - 1  # backward begins with the last part
     part_starts_s = None
     if plan.num_parts is not None:
@@ -92,3 +99,13 @@ def schedule(plan: Plan, launches: Launches, times: PassTimes, pipeline: Pipelin
         backward_end_s=ends[:, 1, first[group_of]],
         part_starts_s=part_starts_s,
     )
+
+
+def _shares_of_streams(plan: Plan) -> Iterator[tuple[int, Float64Array]]:
+    """Each stream with what its parts take of its time."""
+    if plan.streams is None:
+        return
+    shares, parts = time_shares(plan), plan.parts_of_each
+    ends = np.cumsum(parts)
+    for m in np.flatnonzero(plan.streams).tolist():
+        yield m, shares[ends[m] - parts[m] : ends[m]]

@@ -8,12 +8,13 @@ import numpy as np
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
+from megatron_hdp.planner.parts import time_shares
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import lanes
 from megatron_hdp.simulator.execution.experts import SharedExperts, own_costs
 from megatron_hdp.simulator.execution.launches import Launches, by_list, launches_of
 from megatron_hdp.simulator.execution.machine import Machine
-from megatron_hdp.simulator.execution.memory import MemoryCosts, MemoryTrace, trace_of
+from megatron_hdp.simulator.execution.memory import Kept, MemoryCosts, MemoryTrace, trace_of
 from megatron_hdp.simulator.execution.noise import Disturbance
 from megatron_hdp.simulator.execution.pipeline import PassTimes, Schedule, schedule
 from megatron_hdp.simulator.execution.work import MicroBatchTimes, times_of
@@ -134,15 +135,8 @@ def execute(
         step: number of the step, for the noise.
 
     Raises:
-        ValueError: the plan cannot run: its ranks wait for each other for ever; or it has streams,
-            which are not simulated.
+        ValueError: the plan cannot run: its ranks wait for each other for ever.
     """
-    if plan.is_stream.any():
-        raise ValueError(
-            "found micro-batches that stream, expected none: the simulator computes no part again "
-            "in backward; leave out --hdp-long-sequence stream here, and see what `plan` or "
-            "`check` says of the step"
-        )
     machine, pipeline = machine or Machine(), pipeline or Pipeline()
     layers = (
         np.array(row_layers)
@@ -187,13 +181,11 @@ def execute(
     np.add.at(busy_s, plan.ranks, times.own_s / pipeline.stages)
     trace = None
     if memory is not None:
-        resident = np.where(plan.is_recomputed, plan.recomputed_share, 1.0)
         trace = trace_of(
             memory,
             launches.lists,
             by_list(plan, launches, times.tokens),
-            np.concatenate([plan.offload_ratios, np.zeros(len(launches.padding_ranks))]),
-            np.concatenate([resident, np.ones(len(launches.padding_ranks))]),
+            Kept.of(plan, num_padding=len(launches.padding_ranks)),
             (starts.forward_start_s, starts.backward_start_s),
             (starts.forward_end_s, starts.backward_end_s),
             pipeline,
@@ -261,7 +253,8 @@ def _with_padding(
     forward, backward = (
         np.concatenate([of_plan, np.outer(weights, padding)], axis=1) for of_plan, padding in parts
     )
-    message = machine.message_s(times.most_tokens / plan.parts_of_each)
+    pieces = np.where(plan.is_stream, 1, plan.parts_of_each)  # a stream's tokens are a part's
+    message = machine.message_s(times.most_tokens / pieces)
     padded = machine.message_s(np.zeros(len(launches.padding_ranks)))
     return PassTimes(forward, backward, np.concatenate([message, padded]))
 
@@ -275,8 +268,10 @@ def _ends(
     """
     counts = launches.lists.counts
     last = launches.lists.micro_batches[np.cumsum(counts) - 1]
-    parts = np.append(plan.parts_of_each, np.ones(len(launches.padding_ranks), dtype=np.int64))
-    last_s = launches.longest(backward_s)[:stages, launches.group_of[last]] / parts[last]
+    parts = plan.parts_of_each
+    of_first = time_shares(plan)[np.cumsum(parts) - parts]
+    share = np.append(of_first, np.ones(len(launches.padding_ranks)))[last]
+    last_s = launches.longest(backward_s)[:stages, launches.group_of[last]] * share
     return starts.backward_end_s[:stages, last], last_s
 
 

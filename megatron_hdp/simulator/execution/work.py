@@ -5,11 +5,11 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
 from megatron_hdp.planner.flat_plan import pieces
-from megatron_hdp.planner.member_work import MemberWork, work_of
+from megatron_hdp.planner.member_work import MemberWork, copies_of_stream, work_of
 from megatron_hdp.planner.parts import shares_of_parts, sizes_of_parts
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.validation import tokens_per_member
@@ -31,7 +31,7 @@ class MicroBatchTimes:
     own_s: Float64Array
     """Of each member: what it does itself in both passes, waiting for others left out."""
     tokens: Int64Array
-    """Of each member, padding included."""
+    """Of each member, padding included; of a stream those of its fullest part."""
     exposed_s: Float64Array
     """Ring traffic that the slowest member's attention does not hide, both passes."""
     copies_s: Float64Array
@@ -53,27 +53,34 @@ class _Turns(NamedTuple):
     """What goes around, as a share of the whole's keys."""
     seen: Float64Array
     """Its share of the micro-batch's attention."""
+    rounds: Float64Array
+    """Times that something goes around. Keys of a stream's earlier parts on the host go around part
+    by part, the first with the part's own."""
     member: Int64Array
     """Entries of the members of all turns, one turn behind the other, in those of the run."""
 
     @classmethod
     def of(cls, plan: Plan, run: slice, work: MemberWork, cost_model: CostModel) -> Self:
         """Cut what runs in parts."""
-        parts = plan.parts_of_each[run]
-        shares = np.ones((2, int(parts.sum())))
+        parts, on_host = plan.parts_of_each[run], plan.streams_from_host[run]
+        shares, rounds = np.ones((2, int(parts.sum()))), np.ones(int(parts.sum()))
         begins = np.cumsum(parts) - parts
         for m in np.flatnonzero(parts > 1).tolist():
             mine = slice(begins[m], begins[m] + parts[m])
             sizes = sizes_of_parts(plan, run.start + m)
-            if work.num_members[m] > 1 and sum(size.tokens for size in sizes):
-                shares[:, mine] = shares_of_parts(sizes, cost_model.query_ratio)
+            is_cut = work.num_members[m] > 1 or plan.is_stream[run.start + m]
+            if is_cut and sum(size.tokens for size in sizes):
+                query_ratio = 0.0 if on_host[m] else cost_model.query_ratio
+                shares[:, mine] = shares_of_parts(sizes, query_ratio)
+                if on_host[m]:
+                    rounds[mine] = np.maximum(1, np.arange(parts[m]))
             else:
                 shares[:, mine] = 1 / parts[m]
         micro_batch = np.repeat(np.arange(len(parts)), parts)
         count = work.num_members[micro_batch]
         skipped = work.first_members[micro_batch] - (np.cumsum(count) - count)
         member = np.arange(int(count.sum())) + np.repeat(skipped, count)
-        return cls(micro_batch, parts[micro_batch], shares[0], shares[1], member)
+        return cls(micro_batch, parts[micro_batch], shares[0], shares[1], rounds, member)
 
 
 def times_of(
@@ -108,8 +115,8 @@ def times_of(
         factors = disturbance.factors(step, run.start + owners, plan.ranks[work.members])
         turns = _Turns.of(plan, run, work, cost_model)
         blocks_s = _blocks_s(plan, run, work, cost_model, pipeline.stages, speeds)
-        recomputed = plan.is_recomputed[run]
-        _passes(found, run, work, turns, blocks_s, pipeline, factors, recomputed)
+        copies_s = _copies_of_streams(plan, run, work, cost_model)
+        _passes(found, plan, run, work, turns, blocks_s, copies_s, pipeline, factors)
         found.tokens[work.members] = tokens
         found.most_tokens[run] = np.maximum.reduceat(tokens, work.first_members)
     _add_copies(found, plan, cost_model, pipeline, row_layers)
@@ -124,32 +131,36 @@ def most_tokens_of(plan: Plan) -> int:
 
 def _passes(
     found: MicroBatchTimes,
+    plan: Plan,
     run: slice,
     work: MemberWork,
     turns: _Turns,
     blocks_s: Float64Array,
+    copies_s: tuple[Float64Array, Float64Array],
     pipeline: Pipeline,
     factors: Float64Array | None,
-    recomputed: BoolArray,
 ) -> None:
     """Both passes of a run of micro-batches: three parts of compute, then the ring's turns.
 
-    Backward of what is recomputed begins with one more forward.
+    Backward of what runs twice begins with one more forward.
     """
+    runs_twice = plan.runs_twice[run]
     of, members, count = turns.micro_batch, turns.member, work.num_members[turns.micro_batch]
     factor = np.ones(len(work.attention_s)) if factors is None else factors
     # blocks take as long backward as forward; of local_s and fixed_s they are a part
     smooth = work.linear_s + work.local_s + work.fixed_s - blocks_s
     own = np.zeros(len(factor))
     passes = []
-    twice = recomputed[of]
-    for share, times in ((_FORWARD, 1 + twice), (_BACKWARD, np.ones(len(of)))):
+    forwards = 1 + runs_twice
+    both = (_FORWARD, forwards, copies_s[0]), (_BACKWARD, np.ones(len(forwards)), copies_s[1])
+    for share, of_each, copied_s in both:
+        times = of_each[of]
         lead = (factor * (share * smooth + blocks_s / 2))[members]
         lead = lead / np.repeat(turns.num_parts, count)
         attention = (factor * share * work.attention_s)[members]
         step = attention * np.repeat(turns.seen / count, count)
         hops = np.maximum(1, count - 1)
-        hop = share * work.transfer_s[of] * turns.sent / hops + work.hop_s[of]
+        hop = share * work.transfer_s[of] * turns.sent / hops + work.hop_s[of] * turns.rounds
         seconds = np.zeros(len(work.num_members))
         np.add.at(seconds, of, rings.pass_s(count, lead, step, hop))
         own_s = rings.own_pass_s(count, lead, step, hop)
@@ -160,13 +171,16 @@ def _passes(
         np.add.at(own, members, np.repeat(home, count))
         exposed = times * (count - 1) * np.maximum(0.0, hop - most) + home
         found.exposed_s[run] += np.bincount(of, exposed, len(seconds))
-        passes.append(seconds)
+        own += copied_s * np.repeat(of_each, work.num_members)
+        copied_s = np.maximum.reduceat(copied_s, work.first_members)
+        found.copies_s[run] += of_each * copied_s
+        passes.append(seconds + copied_s)
     weights = pipeline.row_weights
-    passes[1] += np.where(recomputed, passes[0], 0.0)
+    passes[1] += np.where(runs_twice, passes[0], 0.0)
     found.forward_s[:, run], found.backward_s[:, run] = (np.outer(weights, one) for one in passes)
     found.own_s[work.members] = own
     found.ring_bytes[run] = work.ring_bytes * np.bincount(of, turns.sent, len(seconds))
-    found.ring_bytes[run] *= np.where(recomputed, 1 + _FORWARD, 1.0)
+    found.ring_bytes[run] *= np.where(runs_twice, 1 + _FORWARD, 1.0)
 
 
 def _blocks_s(
@@ -179,13 +193,27 @@ def _blocks_s(
 ) -> Float64Array:
     """Seconds of each member's blocks, both passes: those of the ring's steps and of locals.
 
-    A part but the first has two a step: of its own keys, and of earlier parts'.
+    A part but the first has two a step: of its own keys, and of earlier parts'; one for each of
+    these, where they wait on the host.
     """
     parts = plan.parts_of_each[run]
-    steps = np.repeat((2 * parts - 1) * work.degrees, work.num_members)
+    earlier = np.where(plan.streams_from_host[run], parts * (parts - 1) // 2, parts - 1)
+    steps = np.repeat((parts + earlier) * work.degrees, work.num_members)
     local = np.repeat(parts, work.num_members) * (work.local_s > 0)
     blocks: Float64Array = (steps + local) * block_s(cost_model, stages)
     return blocks / speeds[plan.ranks[work.members]]
+
+
+def _copies_of_streams(
+    plan: Plan, run: slice, work: MemberWork, cost_model: CostModel
+) -> tuple[Float64Array, Float64Array]:
+    """What members wait for keys from the host, in one forward and in what follows in backward."""
+    found = np.zeros((2, len(work.attention_s)))
+    for m in np.flatnonzero(plan.streams_from_host[run]).tolist():
+        first = int(work.first_members[m])
+        members = slice(first, first + int(work.num_members[m]))
+        found[:, members] = copies_of_stream(plan, cost_model, run.start + m, work, members)
+    return found[0], found[1]
 
 
 def _add_copies(
@@ -195,8 +223,11 @@ def _add_copies(
     pipeline: Pipeline,
     row_layers: Int64Array,
 ) -> None:
-    """What leaves for the host, on the member that has most of it; each row sends its share."""
-    some = np.flatnonzero(plan.offload_ratios)
+    """What leaves for the host, on the member that has most of it; each row sends its share.
+
+    Of streams that is in their times.
+    """
+    some = np.flatnonzero(plan.offload_ratios * ~plan.is_stream)
     if not len(some):
         return
     of_layer = plan.offload_ratios[some] * found.most_tokens[some] / row_layers.sum()
@@ -208,5 +239,5 @@ def _add_copies(
         back = lanes.backward_s(backward, leave * of_layer, layers, leave)
         found.forward_s[row, some], found.backward_s[row, some] = later, back
         found.copies_s[some] += np.maximum(0.0, later + back - forward - backward)
-    counts = np.diff(plan.rank_offsets)
-    np.add(found.own_s, np.repeat(found.copies_s, counts), out=found.own_s)
+    added_s = np.where(plan.is_stream, 0.0, found.copies_s)
+    np.add(found.own_s, np.repeat(added_s, np.diff(plan.rank_offsets)), out=found.own_s)

@@ -9,6 +9,7 @@ import pytest
 from megatron_hdp.planner.memory import fullest_stage, stage_memory
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import MemoryCosts, execute
+from megatron_hdp.simulator.execution.memory import Kept
 from tests.simulator.execution.plans import COSTS, plan_of
 from tests.support.jobs import job_of
 
@@ -58,6 +59,22 @@ def test_what_is_recomputed_is_hardly_here() -> None:
     assert sorted(set(trace.num_bytes.tolist())) == [100.0, 112.0, 136.0]
 
 
+def test_a_stream_keeps_keys_and_inputs_and_runs_a_part() -> None:
+    """40 tokens in four parts, the keys of the last one on the host."""
+    plan = plan_of([[0], [0]], lengths=[40, 9], ratios=[0.25, 0.0])
+    plan = dataclasses.replace(plan, num_parts=[4, 1], streams=[True, False])
+    costs = dataclasses.replace(
+        bytes_of(4, 4), row_stream_per_token=(1.0, 1.0), row_inputs_per_token=(0.5,)
+    )
+    run = execute(plan, COSTS, pipeline=Pipeline(2), row_layers=(4, 4), memory=costs)
+    assert run.memory is not None and run.memory.stage == 0
+    kept, running, other = 30 + 20, 40, 36
+    levels = [100 + kept + running, 100 + kept + other, 100 + kept + other + running]
+    assert sorted({*levels, 100 + kept, 100 + other, 100.0}) == sorted(
+        set(run.memory.num_bytes.tolist())
+    )
+
+
 JOB = dataclasses.replace(
     job_of(8, 512, 128_256, num_gpus=16, tensor_ranks=2, stages=2, tokens_per_rank=8192),
     sequence_parallel=True,
@@ -73,7 +90,7 @@ def test_of_a_job_it_is_the_memory_of_check(tokens: int, chunks: int) -> None:
         alive = job.alive(stage)
         pipeline = Pipeline(2, chunks)
         layers = np.full(pipeline.rows, JOB.shape.num_layers // pipeline.rows)
-        of_one = np.array([8192]), np.array([0.0]), np.array([1.0])
+        of_one = np.array([8192]), Kept(np.array([0.0]), np.array([1.0]), np.array([0]))
         rows = costs.resident_bytes(*of_one, pipeline, layers)
         one = rows[stage::2].sum()
         found = costs.fixed_bytes[stage] + alive * one

@@ -89,20 +89,31 @@ def test_with_stages_it_is_the_evaluation(
 def test_parts_pass_the_stages_as_the_evaluation_says(
     problem: Problem, stages: int, seed: int
 ) -> None:
-    """Random numbers of parts, some recomputed, with hops, launches and traffic by part."""
+    """Random numbers of parts, some recomputed or streams, with hops, launches, traffic by part."""
     if problem.cost_model not in THIRDS:
         problem = dataclasses.replace(problem, cost_model="network-bound")
     problem = dataclasses.replace(problem, speeds=())
     whole = problem.plan("pp-balance", pipeline_stages=stages)
     draw = np.random.default_rng(seed)
     parts = draw.integers(1, 6, whole.num_micro_batches)
+    recomputed = draw.random(len(parts)) < 0.3 * (seed % 2)
+    is_one = (np.diff(whole.sequence_offsets) == 1) & (np.diff(whole.local_offsets) == 0)
+    streams = (draw.random(len(parts)) < 0.3 * (seed % 5)) & (parts > 1) & ~recomputed & is_one
+    on_host = np.where(streams, draw.integers(0, parts + 1), 0)
     plan = dataclasses.replace(
         whole,
         num_parts=parts,
         linear_tokens=float(seed),
-        recomputed=draw.random(len(parts)) < 0.3 * (seed % 2),
+        recomputed=recomputed,
+        streams=streams,
+        offload_ratios=on_host / parts,
     )
     model = dataclasses.replace(problem.model, query_ratio=0.7 * (seed % 3))
+    slow_host = dataclasses.replace(model, host_bytes_per_s=10.0 ** (seed % 7))
+    expected = evaluate(plan, slow_host, stages)
+    run = execute(plan, slow_host, pipeline=Pipeline(stages))
+    np.testing.assert_allclose(run.busy_s, expected.busy_s, rtol=1e-9, atol=1e-12)
+    model = dataclasses.replace(model, host_bytes_per_s=1e300)  # copies are no third of a pass
     expected = evaluate(plan, model, stages)
     run = execute(plan, model, pipeline=Pipeline(stages))
     assert run.makespan_s == pytest.approx(expected.makespan_s, rel=1e-9)
