@@ -11,10 +11,10 @@ from megatron_hdp.convert.families.gpt_oss import GPT_OSS
 from megatron_hdp.convert.families.llama import LLAMA
 from megatron_hdp.convert.families.mistral import MISTRAL
 from megatron_hdp.convert.families.mixtral import MIXTRAL
-from megatron_hdp.convert.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from megatron_hdp.convert.families.qwen import QWEN2, QWEN3, QWEN3_MOE, QWEN3_VL_MOE
 from megatron_hdp.convert.families.table import Config, Family
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM, GPT_OSS, DEEPSEEK)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN3_VL_MOE, GLM, GPT_OSS, DEEPSEEK)
 
 
 def family_of(config: Config, where: str) -> Family:

@@ -18,6 +18,7 @@ _LANGUAGE = {
     "qwen2_5_vl": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3VLMoeTextModel",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
 """Architectures that language models of pictures have, by their ``model_type``."""
@@ -26,6 +27,7 @@ _KNOWN = {
     "Qwen2AudioForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 }
 _LLAMA = {
     **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
