@@ -4,8 +4,11 @@ A picture is resized, then cut into patches; ``merge`` x ``merge`` of them becom
 language model's sequence. Numbers are those of the models' published configurations.
 """
 
-import math
 from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hdp.arrays import Int64Array
 
 _MOST_ASPECT = 200
 
@@ -50,50 +53,64 @@ class Resizing:
         Raises:
             ValueError: a size that is none, or sides too far apart.
         """
-        sides = self.resized(height, width, num_frames)
-        if self.square is not None:
-            sides = self.square, self.square
-        items = -(-num_frames // self.frames_per_patch)
-        return math.prod(side // self.patch for side in sides), items
+        (count,) = self.patches_of(np.array([height]), np.array([width]), num_frames)
+        return int(count), -(-num_frames // self.frames_per_patch)
 
-    def resized(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """Return the height and width that a picture is resized to, before it is cropped.
+    def patches_of(
+        self, heights: Int64Array, widths: Int64Array, num_frames: int = 1
+    ) -> Int64Array:
+        """Return the patches of an item of each size, ``[sizes]``; as `patches`."""
+        sides = self.resized(heights, widths, num_frames)
+        if self.square is not None:
+            return np.full(len(heights), (self.square // self.patch) ** 2)
+        found: Int64Array = np.prod([side // self.patch for side in sides], axis=0)
+        return found
+
+    def resized(
+        self, heights: Int64Array, widths: Int64Array, num_frames: int = 1
+    ) -> tuple[Int64Array, Int64Array]:
+        """Return the heights and widths that pictures are resized to, before they are cropped.
 
         Raises:
-            ValueError: as of `patches`.
+            ValueError: as of `patches`; gives the first such size.
         """
-        if min(height, width, num_frames) < 1:
+        least, most = np.minimum(heights, widths), np.maximum(heights, widths)
+        if min(least.min(initial=1), num_frames) < 1:
+            i = int(np.argmin(least))
             raise ValueError(
-                f"found {height} x {width} pixels and {num_frames} frames, expected 1 or more"
+                f"found {heights[i]} x {widths[i]} pixels and {num_frames} frames, expected 1 or "
+                "more"
             )
         if self.square is not None:
-            if not self.is_cropped:
-                return self.square, self.square
-            short = min(height, width)
-            return self.square * height // short, self.square * width // short
-        if max(height, width) > _MOST_ASPECT * min(height, width):
+            if self.is_cropped:
+                return self.square * heights // least, self.square * widths // least
+            return np.full(len(heights), self.square), np.full(len(heights), self.square)
+        if (is_far := most > _MOST_ASPECT * least).any():
+            i = int(np.argmax(is_far))
             raise ValueError(
-                f"found {height} x {width} pixels, expected one side at most {_MOST_ASPECT} times "
-                "the other: crop the picture, or leave it out"
+                f"found {heights[i]} x {widths[i]} pixels, expected one side at most "
+                f"{_MOST_ASPECT} times the other: crop the picture, or leave it out"
             )
         limits = self.images if num_frames == 1 else self.videos
         frames = num_frames if limits.of_all_frames else 1
-        return self._sides(height, width, frames, limits)
-
-    def _sides(self, height: int, width: int, frames: int, limits: Limits) -> tuple[int, int]:
-        unit = self.patch * self.merge
-        if frames > 1 and min(height, width) < unit:
-            scale = max(unit / height, unit / width)
-            height, width = int(height * scale), int(width * scale)
-        sides = [round(side / unit) * unit for side in (height, width)]
-        whole = round(frames / self.frames_per_patch) * self.frames_per_patch if frames > 1 else 1
-        if whole * math.prod(sides) > limits.most:
-            shrink = math.sqrt(frames * height * width / limits.most)
-            sides = [max(unit, math.floor(s / shrink / unit) * unit) for s in (height, width)]
-        elif whole * math.prod(sides) < limits.least:
-            grow = math.sqrt(limits.least / (frames * height * width))
-            sides = [math.ceil(side * grow / unit) * unit for side in (height, width)]
+        sides = self._sides(np.stack([heights, widths]), frames, limits)
         return sides[0], sides[1]
+
+    def _sides(self, sides: Int64Array, frames: int, limits: Limits) -> Int64Array:
+        """Sides, ``[2, sizes]``, in the arithmetic of the processors, step by step."""
+        unit = self.patch * self.merge
+        if frames > 1:
+            scale = np.where(sides.min(axis=0) < unit, np.max(unit / sides, axis=0), 1.0)
+            sides = (sides * scale).astype(np.int64)
+        pixels = frames * sides[0] * sides[1]
+        found = np.rint(sides / unit) * unit
+        whole = round(frames / self.frames_per_patch) * self.frames_per_patch if frames > 1 else 1
+        of_found = whole * found[0] * found[1]
+        smaller = np.floor(sides / np.sqrt(pixels / limits.most) / unit) * unit
+        larger = np.ceil(sides * np.sqrt(limits.least / pixels) / unit) * unit
+        found = np.where(of_found < limits.least, larger, found)
+        found = np.where(of_found > limits.most, np.maximum(smaller, unit), found)
+        return found.astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

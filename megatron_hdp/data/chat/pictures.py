@@ -176,7 +176,7 @@ class PictureConversations:
                 f"expected at most {MOST_SIDE:,} a side and 4 GiB: make it smaller, or leave it out"
             )
         try:
-            self._settings.rows(found.height, found.width)
+            self._settings.resizing.patches(found.height, found.width)
         except ValueError as error:
             raise PictureError(f"{name}: {error}") from error
         return ItemPlace(file, offset, size, found.height, found.width)

@@ -45,8 +45,9 @@ def patches_of_picture(
             colours = pillow.alpha_composite(white, over)
         colours = colours.convert("RGB")
     width, height = colours.size
-    to_height, to_width = resizing.resized(height, width)
-    resized = colours.resize((to_width, to_height), resample=pillow.Resampling.BICUBIC)
+    (to_height,), (to_width,) = resizing.resized(np.array([height]), np.array([width]))
+    to_size = int(to_width), int(to_height)
+    resized = colours.resize(to_size, resample=pillow.Resampling.BICUBIC)
     pixels = np.asarray(resized)
     if resizing.square is not None:
         pixels = _middle(pixels, resizing.square)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.spec import MediaSpec
 from megatron_hdp.media import ENCODERS, Resizing
 
@@ -56,10 +57,10 @@ class PictureSettings:
             most_file_pixels=spec.most_file_pixels,
         )
 
-    def rows(self, height: int, width: int) -> int:
-        """Return the rows of a picture.
+    def rows(self, heights: Int64Array, widths: Int64Array) -> Int64Array:
+        """Return the rows of a picture of each size, ``[sizes]``.
 
         Raises:
-            ValueError: its sides are too far apart.
+            ValueError: the sides of one are too far apart.
         """
-        return self.resizing.patches(height, width)[0] // self.resizing.merge**2
+        return self.resizing.patches_of(heights, widths) // self.resizing.merge**2

@@ -19,6 +19,7 @@ _ORIENTATION, _LYING = 0x112, range(5, 9)
 _UPRIGHT = "TIFF"  # Pillow gives its size as it is turned
 _DESCRIBING = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}
 _CHUNK_HEAD = struct.Struct(">I4s")
+_WEBP_HEAD_BYTES, _EXIF_XMP_FRAMES = 30, 0b1110
 _PNG_HEAD_BYTES, _CHECKSUM_BYTES = 8, 4
 # What Pillow's readers raise on bytes that are not as they should be.
 _DAMAGES: tuple[type[Exception], ...] = (
@@ -54,6 +55,8 @@ def size_of_picture(stream: BinaryIO, name: str, *, most_pixels: int = MOST_PIXE
         PictureError: it is no picture that is read here, its header is damaged, it is too large.
         ModuleNotFoundError: Pillow is not installed.
     """
+    if (plain := _plain_webp(stream)) is not None and plain[0] * plain[1] <= most_pixels:
+        return PictureSize(*plain, 1)
     with opened(stream, name, most_pixels) as image:
         width, height = image.size
         if image.format != _UPRIGHT and _orientation(image, stream) in _LYING:
@@ -108,6 +111,24 @@ def _orientation(image: Any, stream: BinaryIO) -> int:
         image.info["exif"] = b""
     found: int = image.getexif().get(_ORIENTATION, 1)
     return found
+
+
+def _plain_webp(stream: BinaryIO) -> tuple[int, int] | None:
+    """Height and width of a WebP without metadata or frames, all of which Pillow would read."""
+    stream.seek(0)
+    head = stream.read(_WEBP_HEAD_BYTES)
+    if len(head) < _WEBP_HEAD_BYTES or head[:4] != b"RIFF" or head[8:12] != b"WEBP":
+        return None
+    if head[12:16] == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
+        width, height = (side & 0x3FFF for side in struct.unpack("<HH", head[26:30]))
+    elif head[12:16] == b"VP8L" and head[20] == 0x2F:
+        bits = int.from_bytes(head[21:25], "little")
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif head[12:16] == b"VP8X" and not head[20] & _EXIF_XMP_FRAMES:
+        width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
+    else:
+        return None
+    return (height, width) if height and width else None
 
 
 def _is_described_behind(stream: BinaryIO) -> bool:

@@ -144,10 +144,10 @@ class _Values:
 
 def grid_of(resizing: Resizing, height: int, width: int) -> tuple[int, int, int]:
     """Return the patches of a picture in time, height and width."""
-    sides = resizing.resized(height, width)
     if resizing.square is not None:
-        sides = resizing.square, resizing.square
-    return 1, sides[0] // resizing.patch, sides[1] // resizing.patch
+        return 1, resizing.square // resizing.patch, resizing.square // resizing.patch
+    (to_height,), (to_width,) = resizing.resized(np.array([height]), np.array([width]))
+    return 1, int(to_height) // resizing.patch, int(to_width) // resizing.patch
 
 
 def listed_pictures(row: dict[str, Any]) -> list[Any]:

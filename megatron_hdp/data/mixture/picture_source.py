@@ -38,10 +38,8 @@ class PictureRows:
         Raises:
             ValueError: a picture's sides are too far apart.
         """
-        sides = items.records["height"].astype(np.int64) << 32 | items.records["width"]
-        sizes, which = np.unique(sides, return_inverse=True)
-        counts = [files.settings.rows(one >> 32, one & 0xFFFFFFFF) for one in sizes.tolist()]
-        return cls.of_rows(items, files, np.array([*counts, 0], dtype=np.int64)[which])
+        heights, widths = (items.records[side].astype(np.int64) for side in ("height", "width"))
+        return cls.of_rows(items, files, files.settings.rows(heights, widths))
 
     @classmethod
     def of_rows(cls, items: Items, files: PictureFiles, rows: Int64Array) -> PictureRows:

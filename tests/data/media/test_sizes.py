@@ -4,6 +4,7 @@ import io
 import random
 import struct
 from errno import EIO
+from typing import Any
 
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
@@ -44,6 +45,22 @@ def test_a_png_is_not_decoded_and_may_say_at_its_end_how_it_lies(
     assert size_of(plain[: len(plain) // 2]) == PictureSize(30, 41, 1)
     with pytest.raises(AssertionError):
         size_of(behind)
+
+
+@pytest.mark.parametrize("how", [{}, {"lossless": True}, {"icc_profile": b"p"}, {"xmp": b"x"}])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+@pytest.mark.parametrize("sides", [(1, 1), (30, 41), (1000, 3), (2, 16_383)])
+def test_plain_webp_is_not_read_whole(
+    how: dict[str, Any], mode: str, sides: tuple[int, int]
+) -> None:
+    stream = io.BytesIO()
+    drawn(*sides).convert(mode).save(stream, "WEBP", **how)
+    raw = stream.getvalue()
+    assert size_of(raw) == PictureSize(*sides, 1)
+    if "xmp" not in how:
+        assert size_of(raw[:40]) == PictureSize(*sides, 1)
+        with pytest.raises(PictureError, match="expected at most"):
+            size_of(raw, most_pixels=sides[0] * sides[1] - 1)
 
 
 @pytest.mark.parametrize("form", ["GIF", "TIFF", "WEBP", "PNG", "AVIF"])

@@ -112,7 +112,8 @@ def test_tokens_masks_and_pictures_are_those_that_are_stored(
         rows = {int(one["token"]): one for one in items.of(row)}
         whole, is_trained, begins = [], [], []
         for t, (token, trained) in enumerate(zip(tokens, mask, strict=True)):
-            count = settings.rows(int(rows[t]["height"]), int(rows[t]["width"])) if t in rows else 1
+            sides = (int(rows[t]["height"]), int(rows[t]["width"])) if t in rows else None
+            count = 1 if sides is None else settings.resizing.patches(*sides)[0] // 4
             begins += [len(whole)] if t in rows else []
             whole += [token] * count
             is_trained += [trained] * count
