@@ -52,6 +52,10 @@ class StepMetrics(StepFigures):
     """Nats; only on steps that ended with an evaluation."""
     validation_sources: Mapping[str, float] | None = None
     """The same by source of the data, where they are known."""
+    validation_reward_margin: float | None = figure("validation margin", ".4f")
+    """``reward_margin`` over the pairs of the evaluation; None without ``--hdp-objective``."""
+    validation_reward_accuracy: float | None = figure("validation accuracy")
+    """``reward_accuracy`` over them; None under ``kto``, too."""
 
     @classmethod
     def of_report(
@@ -71,7 +75,11 @@ class StepMetrics(StepFigures):
     def validated(self, found: EvaluationLoss) -> Self:
         """Return the metrics with the losses of the evaluation that the step ended with."""
         return replace(
-            self, validation_loss=found.loss, validation_sources=dict(found.sources) or None
+            self,
+            validation_loss=found.loss,
+            validation_sources=dict(found.sources) or None,
+            validation_reward_margin=found.reward_margin,
+            validation_reward_accuracy=found.reward_accuracy,
         )
 
     def to_json(self) -> bytes:

@@ -49,8 +49,8 @@ COMMANDS = {
         "tests/scripts/test_quickstart.py::test_quickstart"
     ),
     TRAIN.format(4, "").replace("corpus ", "pairs.jsonl ")
-    + "--hdp-objective dpo --pretrained-checkpoint checkpoints --hdp-reference-checkpoint "
-    "checkpoints --metrics-path metrics.jsonl": Elsewhere(
+    + "--hdp-objective dpo --hdp-long-sequence error --pretrained-checkpoint checkpoints "
+    "--hdp-reference-checkpoint checkpoints --metrics-path metrics.jsonl": Elsewhere(
         "tests/training/test_preference.py::test_a_run_and_its_reference"
     ),
     "./scripts/tutorial.sh": Elsewhere(

@@ -13,10 +13,12 @@ from megatron_hdp.data import TokenFile
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
+from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.megatron.step import HdpSteps, ReferenceSums, open_split, setup, split_specs
 from megatron_hdp.runtime.timeline import Timeline
 from megatron_hdp.training.loop import pretrain
 from tests.data.prepare.corpora import run as prepare_rows
+from tests.docs.pages import all_commands, split
 from tests.support import gradients
 from tests.support.gradients import VOCABULARY, largest_error, planned_by, whole_gradients
 from tests.support.preferences import (
@@ -204,7 +206,9 @@ def curve(arguments, computes=True):
         found = pretrain(arguments)
     names = ("step", "loss", "grad_norm", "chosen_reward", "rejected_reward")
     figures = np.array([[getattr(one, name) for name in names] for one in found])
-    return figures, [one.validation_loss for one in found], found[-1].reward_accuracy
+    last = found[-1]
+    assert last.validation_loss is None or 0 <= last.validation_reward_accuracy <= 1
+    return figures, [one.validation_loss for one in found], last.reward_accuracy
 
 
 def test_a_run_and_its_reference(run_ranks, tmp_path):
@@ -231,6 +235,13 @@ def test_a_run_and_its_reference(run_ranks, tmp_path):
     again = replace(mine, hdp_reference_checkpoint=None, hdp_reference_log_probs=sums)
     found, *_ = run_ranks(2, curve, again, False)[0]
     assert np.abs(found - expected).max() <= 1e-9
+
+
+def test_the_command_of_the_page_is_taken():
+    (command,) = [one for one in all_commands() if "pairs.jsonl" in one.text]
+    _, argv = split(command.text)
+    found = parse_arguments(argv[argv.index("megatron_hdp.pretrain_gpt") + 1 :])
+    assert (found.hdp_objective, found.long_documents) == ("dpo", "error")
 
 
 def refusal(arguments):

@@ -226,6 +226,10 @@ class EvaluationLoss:
     loss: float
     sources: Mapping[str, float]
     """By source, of those that had loss tokens."""
+    reward_margin: float | None = None
+    """Mean over pairs; None without ``--hdp-objective``."""
+    reward_accuracy: float | None = None
+    """Likewise; None under ``kto``, too."""
 
     @classmethod
     def of(cls, reports: Sequence[StepReport]) -> EvaluationLoss:
@@ -236,7 +240,8 @@ class EvaluationLoss:
                 found.setdefault(name, []).append(figures)
         means = {name: _mean(parts) for name, parts in found.items()}
         sources = {name: mean for name, mean in means.items() if mean is not None}
-        return cls(_mean(reports) or 0.0, sources)
+        rewards = (_over_pairs(reports, name) for name in ("reward_margin", "reward_accuracy"))
+        return cls(_mean(reports) or 0.0, sources, *rewards)
 
 
 def _mean(parts: Sequence[StepFigures] | Sequence[SourceFigures]) -> float | None:
@@ -245,6 +250,15 @@ def _mean(parts: Sequence[StepFigures] | Sequence[SourceFigures]) -> float | Non
     losses = [one.loss or 0.0 for one in parts]
     total = sum(loss * count for loss, count in zip(losses, counts, strict=True))
     return total / sum(counts) if any(counts) else None
+
+
+def _over_pairs(reports: Sequence[StepReport], name: str) -> float | None:
+    """The mean of a figure over the pairs of the steps that have it."""
+    found = [
+        (value, one.pairs or 0) for one in reports if (value := getattr(one, name)) is not None
+    ]
+    pairs = sum(count for _, count in found)
+    return sum(value * count for value, count in found) / pairs if pairs else None
 
 
 @dataclass(frozen=True, kw_only=True)
