@@ -1,15 +1,25 @@
-"""The encoder of a model's folder as Hugging Face lays it out."""
+"""The encoder of a model's folder as Hugging Face lays it out, read and written."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_hdp.convert.files.hf_folder import CONFIG, find_tensors, listed, read_json
+from megatron_hdp.convert.files.hf_folder import (
+    CONFIG,
+    SINGLE,
+    carry,
+    find_tensors,
+    listed,
+    read_json,
+)
+from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter
+from megatron_hdp.convert.files.workplace import require_new
 from megatron_hdp.encoders.base import ItemEncoder, PatchEncoder, Pixels
 from megatron_hdp.encoders.llava import LlavaEncoder
 from megatron_hdp.encoders.qwen2_5_vl import Qwen25VLEncoder
@@ -66,6 +76,35 @@ def load_encoder(
             )
     encoder.load_state_dict(weights, assign=True)
     return encoder if dtype is None else encoder.to(dtype=dtype)
+
+
+def save_encoder(
+    encoder: ItemEncoder, folder: str | os.PathLike[str], *, like: str | os.PathLike[str]
+) -> None:
+    """Writes an encoder where `load_encoder` reads it, and ``megatron-hdp convert --like``.
+
+    One rank is to call it.
+
+    Args:
+        encoder: trained or not.
+        folder: made here.
+        like: the folder that the encoder came from: configuration, tokenizer, names of tensors.
+
+    Raises:
+        ValueError: there is something at `folder`, or `like` is of another model.
+    """
+    source, target = Path(like), Path(folder)
+    require_new(target)
+    names = {_own_name(type(encoder), name): name for name in find_tensors(source)}
+    names.pop(None, None)
+    weights = encoder.state_dict()
+    _require_names(source, [*map(str, names)], list(weights))
+    tensors = {names[ours]: tensor.detach().cpu() for ours, tensor in weights.items()}
+    carry(source, target, read_json(source / CONFIG))
+    told = {name: (one.dtype, tuple(one.shape)) for name, one in sorted(tensors.items())}
+    with closing(SafetensorsWriter(target / SINGLE, told)) as file:
+        for name in told:
+            file.write(name, tensors[name])
 
 
 def _own_name(encoder: type[ItemEncoder], name: str) -> str | None:

@@ -11,11 +11,11 @@ from megatron_hdp.convert.families.table import pieces
 from megatron_hdp.convert.families.vision import language_of, with_language
 from megatron_hdp.convert.to_hugging_face import to_hugging_face
 from megatron_hdp.convert.to_megatron import Model, to_megatron
-from megatron_hdp.encoders import load_encoder
+from megatron_hdp.encoders import load_encoder, save_encoder
 from megatron_hdp.session import HdpSession, MediaItem, TokenBatch
 from tests.convert.test_families import TRAINING, our_model, same_tensors
 from tests.support.gradients import whole_gradients
-from tests.support.vision_models import VOCABULARY, drawn_patches, hugging_face
+from tests.support.vision_models import VOCABULARY, drawn_patches, encoder_of, hugging_face
 
 SLOW = pytest.mark.slow
 NAMES = ["qwen2.5-vl", "qwen3-vl", "llava-clip", "llava-siglip", "qwen2-audio", "qwen3-vl-moe"]
@@ -55,6 +55,27 @@ def test_tensors_come_back(converted, tmp_path, name):
     beside = load_encoder(checkpoint / "hugging_face").state_dict()
     expected = load_encoder(tmp_path / "back").state_dict()
     assert all(torch.equal(one, expected[key]) for key, one in beside.items())
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "llava-clip"])
+def test_a_trained_encoder_comes_back(converted, tmp_path, name):
+    """Under the names of the files, beside the trained language model."""
+    _, folder, checkpoint = converted(name)
+    encoder = load_encoder(checkpoint / "hugging_face")
+    with torch.no_grad():
+        for weight in encoder.parameters():
+            weight += 1
+    saved = tmp_path / "trained"
+    save_encoder(encoder, saved, like=checkpoint / "hugging_face")
+    to_hugging_face(checkpoint, tmp_path / "back", print, like=saved)
+    found, before = load_encoder(tmp_path / "back").state_dict(), load_encoder(folder).state_dict()
+    for key, weight in encoder.state_dict().items():
+        assert torch.equal(found[key], weight) and not torch.equal(found[key], before[key])
+    with pytest.raises(ValueError, match="expected"):
+        save_encoder(encoder, saved, like=folder)
+    other = encoder_of("qwen3-vl")
+    with pytest.raises(ValueError, match="among the encoder's"):
+        save_encoder(other, tmp_path / "other", like=folder)
 
 
 OLD_LLAVA = {

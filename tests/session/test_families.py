@@ -3,12 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from megatron_hdp.media import ItemCostModel, MRope, RowGrid
+from megatron_hdp.megatron import parallel
+from megatron_hdp.session import MediaItem, TokenBatch
 from megatron_hdp.session import media as session_media
 from tests.session.test_exactness import LAYOUTS, TOLERANCE
-from tests.support.family_media import ITEMS_OF
+from tests.support.family_media import ITEMS_OF, family_encoder
 from tests.support.media import errors_of
-from tests.support.own_loop import arguments_of
+from tests.support.own_loop import arguments_of, session_of
 
 SLOW = pytest.mark.slow
 WIDE = {"kv_channels": 12, "num_layers": 4}
@@ -62,6 +66,67 @@ def test_a_projector_alone(run_ranks, layout):
     how = {"trained": ("projector",), "family": "qwen3-vl", "freezes": True}
     errors, _ = run_ranks(ranks, errors_of, arguments, **how)[0]
     assert all(error < TOLERANCE for error in errors.values()), errors
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["pp2-parts", "experts"])
+def test_a_model_that_megatron_has_built(run_ranks, layout):
+    """Adapted in place, it takes rows and positions as ours does."""
+    ranks, overrides = LAYOUTS[layout]
+    how = {"family": "qwen3-vl", "by_megatron": True}
+    errors, _ = run_ranks(ranks, errors_of, arguments_with(overrides), **how)[0]
+    assert all(error < TOLERANCE for error in errors.values()), errors
+
+
+class WrongGrid(torch.nn.Module):
+    """Counts other rows than it makes."""
+
+    cost = ItemCostModel(patch_s=1.0)
+    patches_per_row, patches_per_pack = 1, 100
+    positions = MRope((2, 2, 2))
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1).double())
+
+    def patches(self, item):
+        return 4
+
+    def grid(self, item):
+        return RowGrid(1, 1, 5)
+
+
+def refusals(arguments, shallow):
+    """Body of a rank: what a model without layers or frequencies for an encoder is answered."""
+    parallel.initialise(arguments)
+    session = session_of(arguments)
+    found = []
+    try:
+        session.attach_encoder(family_encoder("qwen3-vl"))
+    except ValueError as error:
+        found.append(str(error))
+    if not shallow:
+        session.attach_encoder(family_encoder("llava-clip"))  # asks nothing of the model
+        return found
+    session.attach_encoder(WrongGrid())
+    try:
+        session.step(TokenBatch([[1] * 8], media=[MediaItem(0, 1, "picture")]))
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_models_that_an_encoder_does_not_fit(run_ranks):
+    """Every rank says so, the last stage too; text runs on."""
+    for first, second in [
+        run_ranks(2, refusals, arguments_of(), False),
+        run_ranks(2, refusals, arguments_with({"num_layers": 2, **LAYOUTS["pp2"][1]}), True),
+    ]:
+        assert first == second and first
+        kinds = ["found 2 rotary frequencies, expected 6"]
+        if len(first) > 1:
+            kinds = ["found 1 layers on the first pipeline stage", "a grid of 1 x 1 x 5 rows"]
+        assert all(kind in one for kind, one in zip(kinds, first, strict=True)), first
 
 
 def levels_swapped(self, rows):

@@ -93,6 +93,7 @@ def errors_of(
     trained=("model", "encoder"),
     family=None,
     freezes=False,
+    by_megatron=False,
 ):
     """Body of a rank: the largest error of each plan, on the first rank; calls of the encoder.
 
@@ -103,6 +104,7 @@ def errors_of(
         balance: who encodes what.
         trained: a projector may be trained without its encoder, or the other way round.
         family: of a model of pictures and text, whose encoder and items are taken.
+        by_megatron: whether Megatron alone has built the model.
         freezes: whether the whole language model learns nothing, once the session is made.
     """
     parallel.initialise(arguments)
@@ -117,7 +119,7 @@ def errors_of(
     with ExitStack() as planted:
         for target, replacement in faults:
             planted.enter_context(mock.patch(target, replacement))
-        session = session_of(arguments)
+        session = session_of(arguments, by_megatron)
         for chunk in session.chunks if freezes else ():
             chunk.requires_grad_(False)
         session.attach_encoder(encoder, balance=balance)
