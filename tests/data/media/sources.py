@@ -63,8 +63,8 @@ def parts(*content: str | int, answer: str = "a chart") -> dict[str, Any]:
     }
 
 
-def write_parquet(path: Path, rows: list[tuple[str, list[int], str]]) -> Path:
-    """Questions, pictures and answers, the pictures' bytes in the table; two rows a group."""
+def write_table(path: Path, rows: list[tuple[str, list[int], str]]) -> Path:
+    """Questions, pictures and answers, the pictures' bytes in the table; two rows a part."""
     import pyarrow
     import pyarrow.parquet
 
@@ -78,7 +78,12 @@ def write_parquet(path: Path, rows: list[tuple[str, list[int], str]]) -> Path:
         }
         for question, numbers, answer in rows
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path, row_group_size=2)
+    found = pyarrow.Table.from_pylist(table)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(found, path, row_group_size=2)
+    else:
+        with pyarrow.ipc.new_stream(path, found.schema) as stream:
+            stream.write_table(found, max_chunksize=2)
     return path
 
 

@@ -122,7 +122,7 @@ def test_a_placeholder_must_be_one_token(folder: Path) -> None:
         conversations(folder, media)
 
 
-FORMS = ("lines", "parquet", "tar")
+FORMS = ("lines", "parquet", "arrow", "tar")
 ROWS = [
     ("<image>\nwhat?", [0], "a chart"),
     ("no picture", [], "none"),
@@ -133,8 +133,8 @@ ROWS = [
 
 
 def write(folder: Path, form: str) -> Path:
-    if form == "parquet":
-        return sources.write_parquet(folder / "x.parquet", ROWS)
+    if form in ("parquet", "arrow"):
+        return sources.write_table(folder / f"x.{form}", ROWS)
     rows = [llava(*row) for row in ROWS]
     if form == "tar":
         kept = [(numbers, row) for (_, numbers, _), row in zip(ROWS, rows, strict=True)]
