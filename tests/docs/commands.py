@@ -149,6 +149,9 @@ COMMANDS = {
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 "
     "--model mistral-8x7b --expert-parallel-size 8": COMMAND,
     "megatron-hdp check configs/bytescale/llama-7b-256k.yaml --gpus 1024": COMMAND,
+    "./scripts/tuned_llama.sh": Elsewhere(
+        "tests/scripts/test_tuned_llama.py::test_the_tutorial", needs="slow"
+    ),
     "./scripts/longer_llama.sh": Elsewhere(
         "tests/scripts/test_longer_llama.py::test_the_tutorial", needs="slow"
     ),
