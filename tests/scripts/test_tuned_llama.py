@@ -29,7 +29,7 @@ def test_the_tutorial(tmp_path):
         assert len(losses[name]) == 8
     assert losses["base"][-1] < losses["base"][0] - 0.5
     assert losses["preferred"][0] == pytest.approx(0.6931, abs=1e-4)  # nothing preferred yet
-    assert losses["preferred"][-1] < 0.5
+    assert losses["preferred"][-1] < 0.65
     assert "What is abc? " in done.stdout
     assert (folder / "losses.png").stat().st_size > 10_000
     adapters = load_file(folder / "peft" / "adapter_model.safetensors")
