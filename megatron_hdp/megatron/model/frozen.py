@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.megatron.model.initialisation import global_parameters
@@ -70,24 +70,32 @@ def freeze(model: GPTModel, patterns: Sequence[str]) -> None:
     require_whole_layers(model)
 
 
-def require_whole_layers(model: GPTModel) -> None:
+def require_whole_layers(model: torch.nn.Module) -> None:
     """Refuses a linear layer of Megatron's whose bias is trained and whose weight is not.
 
-    Its backward (``LinearWithFrozenWeight``) would give the bias no gradient, without a word.
+    Its backward would give the bias no gradient, without a word: Megatron's own layers
+    (``LinearWithFrozenWeight``) have none for it, and TransformerEngine's (read in 2.20.2; FP8
+    aside) make it together with the weight's.
 
     Raises:
         ValueError: names it.
     """
     for name, module in model.named_modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            weight, bias = module.weight, module.bias
-            frozen = weight is not None and not weight.requires_grad
-            if frozen and bias is not None and bias.requires_grad:
+        if not any(map(_is_linear, type(module).__mro__)):
+            continue
+        own = dict(module.named_parameters(recurse=False))
+        for bias in (one for one in own if one.startswith("bias") and own[one].requires_grad):
+            weight = bias.replace("bias", "weight")  # of grouped experts they are numbered
+            if weight in own and not own[weight].requires_grad:
                 raise ValueError(
-                    f"frozen weights: found {name}.weight frozen and {name}.bias not, expected "
+                    f"frozen weights: found {name}.{weight} frozen and {name}.{bias} not, expected "
                     "both or only the bias, because Megatron's layers give the bias of a frozen "
                     f"weight no gradient: freeze {name}.*"
                 )
+
+
+def _is_linear(kind: type) -> bool:
+    return kind.__name__.endswith("Linear") and kind.__module__.startswith("megatron.core")
 
 
 def require_frozen(chunks: Iterable[Any], patterns: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.model import build_chunks
+from megatron_hdp.megatron.model import build_chunks, frozen
 from megatron_hdp.megatron.model.initialisation import global_parameters
 from megatron_hdp.training.loop import pretrain
 from tests.support.gradients import VOCABULARY, tiny_arguments, write_corpus
@@ -59,6 +59,28 @@ def test_what_cannot_be_frozen_is_refused(run_ranks, patterns, message):
     arguments = tiny_arguments(None, add_bias_linear=True, **settings)
     with pytest.raises(RankError, match=message):
         run_ranks(2, built_with, arguments)
+
+
+class TELinear(torch.nn.Linear):
+    """Stands in for its layers, whose backward needs a GPU; Megatron has classes of them."""
+
+    __module__ = "megatron.core.extensions.transformer_engine"
+
+
+def test_layers_of_transformer_engine_are_known():
+    """A norm and torch's own layers may train their bias alone."""
+    free = torch.nn.ModuleList([torch.nn.LayerNorm(3), torch.nn.Linear(3, 2)])
+    for one in free:
+        one.weight.requires_grad_(False)
+    frozen.require_whole_layers(free)
+    layer = TELinear(3, 2)
+    frozen.require_whole_layers(layer)
+    layer.weight.requires_grad_(False)
+    frozen.require_whole_layers(TELinear(3, 2, bias=False).requires_grad_(False))
+    with pytest.raises(ValueError, match=r"found 0\.weight frozen and 0\.bias not"):
+        frozen.require_whole_layers(torch.nn.ModuleList([layer]))
+    layer.bias.requires_grad_(False)
+    frozen.require_whole_layers(layer)
 
 
 def built_with(arguments):
