@@ -12,25 +12,11 @@ import xxhash
 
 from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.mixture import Position, Step
-from megatron_hdp.data.steps import PlanSettings, RankShare, StepShares
 from megatron_hdp.media import Patches, Sound
-from megatron_hdp.planner import Plan
+from megatron_hdp.megatron.media import BatchMedia, MediaItem, StepMedia
 
 _KINDS = "biuf"  # numpy's letters of booleans, integers and floating-point numbers
 _MOST_BYTES = 8
-
-
-@dataclass(frozen=True)
-class MediaItem:
-    """An image, or anything else that an encoder makes rows of, in a sequence."""
-
-    sequence: int
-    """Its place in the batch."""
-    start: int
-    """The first of its tokens there; it has as many as the encoder makes rows. Their ids say
-    nothing, and nothing learns to predict them."""
-    data: Any
-    """What the encoder is given."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +41,15 @@ class TokenBatch:
     media: Sequence[MediaItem] = ()
     """Items of the sequences, for the encoder of `HdpSession.attach_encoder`."""
 
+    @classmethod
+    def of(cls, batch: TokenBatch | Sequence[Any]) -> TokenBatch:
+        """The batch itself, or one of plain sequences."""
+        return batch if isinstance(batch, TokenBatch) else cls(batch)
+
 
 def num_sequences(batch: TokenBatch | Sequence[Any]) -> int:
     """Those of a batch, or of a plain sequence of them."""
-    return len(batch.tokens if isinstance(batch, TokenBatch) else batch)
-
-
-def shares_of(
-    settings: PlanSettings, batch: CheckedBatch, plan: Plan, hdp_ranks: Sequence[int]
-) -> list[RankShare]:
-    """Ranks' parts of a step."""
-    return StepShares(
-        batch.step(),
-        plan,
-        is_aligned=settings.is_aligned,
-        lockstep_ranks=settings.lockstep_ranks,
-        group_size=settings.pipeline.group_size,
-    ).of(hdp_ranks)
+    return len(TokenBatch.of(batch).tokens)
 
 
 class CheckedBatch:
@@ -101,8 +79,8 @@ class CheckedBatch:
         self.loss_mask = everything if mask is None else mask.astype(np.bool_)
         self.weights = self._flat("weights", batch.weights)
         self.media = list(batch.media)
-        self.items: Any = None  # what `session.media` finds of them, and what a rank does with them
-        self.step_media: Any = None
+        self.items: BatchMedia | None = None  # what is known of them, and what a rank does
+        self.step_media: StepMedia | None = None
         self.arrays = {name: self._flat_array(name, one) for name, one in batch.arrays.items()}
         self._held = {} if self.weights is None else {"weights": self.weights}
         self._held |= {f"arrays[{name!r}]": one for name, one in self.arrays.items()}

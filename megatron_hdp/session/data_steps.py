@@ -19,7 +19,8 @@ from megatron_hdp.data.mixture import (
     open_corpus,
     read_data_file,
 )
-from megatron_hdp.session.batch import MediaItem, TokenBatch
+from megatron_hdp.megatron.media import MediaItem
+from megatron_hdp.session.batch import TokenBatch
 
 
 class DataSteps:

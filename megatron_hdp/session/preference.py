@@ -116,7 +116,7 @@ def preference_step(
         return losses.sum()
 
     total, weights = weights_of(loss, log_probs)
-    given = batch if isinstance(batch, TokenBatch) else TokenBatch(batch)
+    given = TokenBatch.of(batch)
     weighed = TokenBatch(given.tokens, given.loss_mask, weights, given.arrays, given.media)
     report = session.step(weighed, divisor=len(sides), plan=plan)
     figures = RewardFigures.of(rewards, sides)

@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.data.steps import RankMicroBatch, RankShare, plan_by, read_micro_batch
+from megatron_hdp.data.steps import RankMicroBatch, RankShare, plan_by, read_micro_batch, shares_of
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.weights import load_weights
 from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome, in_mode
 from megatron_hdp.megatron.lm.changes import Changes
 from megatron_hdp.megatron.lm.model import take_over
+from megatron_hdp.megatron.media import JobEncoder, MediaEncoder
 from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.optimizer import build_optimizer
 from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
@@ -25,7 +26,7 @@ from megatron_hdp.megatron.world import World, give_state
 from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import EveryRankError, on_every_rank, summed_by_name
 from megatron_hdp.runtime.timeline import Timeline
-from megatron_hdp.session.batch import CheckedBatch, TokenBatch, num_sequences, shares_of
+from megatron_hdp.session.batch import CheckedBatch, TokenBatch, num_sequences
 from megatron_hdp.session.calls import (
     divisor_of,
     kind_of,
@@ -37,7 +38,7 @@ from megatron_hdp.session.calls import (
     require_same,
 )
 from megatron_hdp.session.losses import FromHidden, FromValues, Loss
-from megatron_hdp.session.media import MediaEncoder, SessionMedia, rows_in_place, with_items
+from megatron_hdp.session.media import rows_in_place, with_items
 from megatron_hdp.session.model_options import arguments_of_model, built_as
 from megatron_hdp.session.moving import SessionPlace, world_of
 from megatron_hdp.session.objectives import LogProbs, OwnFunction, Values, WeightedNll
@@ -88,7 +89,7 @@ class HdpSession:
         self.chunks = list(chunks)
         self._timeline = Timeline()
         self._vocab_size = vocab_size
-        self._media: SessionMedia | None = None
+        self._media: JobEncoder | None = None
         self._world: World | None = None
         self._optimizer: Any = None
         self._has_joined = self._has_groups = self._is_released = False
@@ -238,7 +239,7 @@ class HdpSession:
             balance: who encodes what, see `media.plan_items`.
         """
         place = self.place, self._settings, self._reader
-        self._media = SessionMedia(encoder, self.arguments, self.chunks, *place, balance)
+        self._media = JobEncoder(encoder, self.arguments, self.chunks, *place, balance)
 
     def leave(self) -> None:
         """Leaves the job, and drops all that is bound to its members; waits for no other rank.
@@ -426,8 +427,7 @@ class HdpSession:
         self._has_joined = self._has_groups = False
 
     def _checked(self, batch: TokenBatch | Sequence[Any]) -> CheckedBatch:
-        given = batch if isinstance(batch, TokenBatch) else TokenBatch(batch)
-        longest = self.arguments.seq_length
+        given, longest = TokenBatch.of(batch), self.arguments.seq_length
         checked = CheckedBatch(given, vocab_size=self._vocab_size, max_length=longest)
         return with_items(checked, self._media)
 
@@ -453,9 +453,9 @@ class HdpSession:
             checked = self._checked(batch)
             made = plan_by(self._settings, checked.lengths) if plan is None else plan
             require_plan(made, self._settings, self.cost_model, self.place.num_hdp_ranks)
-            (share,) = shares_of(self._settings, checked, made, [self.place.hdp_rank])
-            if self._media is not None:
-                self._media.prepare(checked, made)
+            (share,) = shares_of(self._settings, checked.step(), made).of([self.place.hdp_rank])
+            if self._media is not None and checked.items is not None:
+                checked.step_media = self._media.prepared(checked, checked.items, made)
             return checked, made, share
 
         device = parallel.compute_device()

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_hdp.media import ItemCostModel, MRope, RowGrid
+from megatron_hdp.megatron import media as session_media
 from megatron_hdp.megatron import parallel
 from megatron_hdp.session import MediaItem, TokenBatch
-from megatron_hdp.session import media as session_media
 from tests.session.test_exactness import LAYOUTS, TOLERANCE
 from tests.support.family_media import ITEMS_OF, family_encoder
 from tests.support.media import errors_of
@@ -148,7 +148,7 @@ def positions_like_tokens(self, micro_batch):
 
 LEVELS = session_media.StepMedia._levels_of
 WITH_POSITIONS = session_media.BatchMedia.with_positions
-MEDIA = "megatron_hdp.session.media"
+MEDIA = "megatron_hdp.megatron.media.encoding"
 
 
 @SLOW

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_hdp.media import ITEM_STRATEGIES
+from megatron_hdp.megatron import media as session_media
 from megatron_hdp.megatron import parallel
 from megatron_hdp.runtime.health import DisagreementError
 from megatron_hdp.session import MediaItem, TokenBatch
-from megatron_hdp.session import media as session_media
 from tests.session.test_exactness import LAYOUTS, TOLERANCE
 from tests.support import gradients
 from tests.support.media import CHANNELS, PER_ROW, Encoder, batch_with_items, errors_of
@@ -76,7 +76,7 @@ def gradients_stay(self, rows, leave, arrive, *, is_back):
 
 
 ROWS_IN, SENT = session_media.BatchMedia.rows_in, session_media.StepMedia._sent
-MEDIA = "megatron_hdp.session.media"
+MEDIA = "megatron_hdp.megatron.media.encoding"
 
 
 @SLOW

@@ -17,7 +17,7 @@ from megatron_hdp.data.steps.micro_batch import (
     pieces_of,
     read_micro_batch,
 )
-from megatron_hdp.data.steps.planning import StepPlanner, plan_by
+from megatron_hdp.data.steps.planning import StepPlanner, plan_by, shares_of
 from megatron_hdp.data.steps.primitives import PrimitiveError, costed, untrained_weights
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import PackedShares, RankShare, StepShares, work_of
@@ -48,6 +48,7 @@ __all__ = [
     "plan_by",
     "read_micro_batch",
     "read_step",
+    "shares_of",
     "untrained_weights",
     "work_of",
 ]

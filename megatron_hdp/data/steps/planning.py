@@ -27,6 +27,17 @@ def plan_by(settings: PlanSettings, lengths: Int64Array, strategy: str | None = 
         return make_plan(planned_for(strategy, settings.problem(lengths)), strategy)
 
 
+def shares_of(settings: PlanSettings, step: Step, plan: Plan) -> StepShares:
+    """Return what cuts a step into the shares of its ranks."""
+    return StepShares(
+        step,
+        plan,
+        is_aligned=settings.is_aligned,
+        lockstep_ranks=settings.lockstep_ranks,
+        group_size=settings.pipeline.group_size,
+    )
+
+
 class StepPlanner:
     """Draws and plans the steps over one split of the data, primitive by primitive.
 
@@ -129,14 +140,7 @@ class StepPlanner:
 
     def shares(self, planned: PlannedStep) -> StepShares:
         """Return what cuts a step into the shares of its ranks."""
-        settings = self.settings
-        return StepShares(
-            planned.step,
-            planned.plan,
-            is_aligned=settings.is_aligned,
-            lockstep_ranks=settings.lockstep_ranks,
-            group_size=settings.pipeline.group_size,
-        )
+        return shares_of(self.settings, planned.step, planned.plan)
 
     def is_over(self, position: Position) -> bool:
         """Return whether no step begins at a position, since every source has ended."""

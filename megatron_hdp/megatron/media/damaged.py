@@ -12,12 +12,12 @@ from functools import partial
 
 from megatron_hdp.data.media import PictureError, StoredPicture
 from megatron_hdp.data.tokenizers import available_cpus
+from megatron_hdp.megatron.media.items import ItemHolder
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.runtime.gathering import gathered, largest, on_every_rank
-from megatron_hdp.session.batch import CheckedBatch
 
 
-def decode_pictures(batch: CheckedBatch, mine: Sequence[int], most_in_a_row: int) -> None:
+def decode_pictures(batch: ItemHolder, mine: Sequence[int], most_in_a_row: int) -> dict[int, str]:
     """Decodes the stored pictures that this rank encodes, with all processors that it has.
 
     Of a sequence with a damaged one no token is trained, and grey stands for the picture. Every
@@ -28,15 +28,18 @@ def decode_pictures(batch: CheckedBatch, mine: Sequence[int], most_in_a_row: int
         mine: items of this rank.
         most_in_a_row: sequences with pictures that may be damaged one after another.
 
+    Returns:
+        Why sequences are damaged, by their place in the batch.
+
     Raises:
         EveryRankError: more were damaged, or a file cannot be read.
     """
     if not any(isinstance(one.data, StoredPicture) for one in batch.media):
-        return
+        return {}
     device = compute_device()
     damages = on_every_rank(partial(_damages, batch, mine), device)
     if not largest([len(damages)], device)[0]:
-        return
+        return {}
     whys = {item: why for of_rank in gathered(damages) for item, why in of_rank.items()}
     damaged = {batch.media[item].sequence: whys[item] for item in sorted(whys)}
     on_every_rank(partial(_require_few, batch, damaged, most_in_a_row), device)
@@ -44,9 +47,10 @@ def decode_pictures(batch: CheckedBatch, mine: Sequence[int], most_in_a_row: int
         begin = int(batch.offsets[sequence])
         batch.loss_mask[begin : begin + int(batch.lengths[sequence])] = False
         say(f"left sequence {sequence} of the step out of training: {why}")
+    return damaged
 
 
-def _damages(batch: CheckedBatch, mine: Sequence[int]) -> dict[int, str]:
+def _damages(batch: ItemHolder, mine: Sequence[int]) -> dict[int, str]:
     """Why pictures of this rank are damaged, which are grey then."""
 
     def why(item: int) -> str | None:
@@ -69,7 +73,7 @@ def _damages(batch: CheckedBatch, mine: Sequence[int]) -> dict[int, str]:
     return {item: words for item, words in found.items() if words is not None}
 
 
-def _require_few(batch: CheckedBatch, damaged: dict[int, str], most_in_a_row: int) -> None:
+def _require_few(batch: ItemHolder, damaged: dict[int, str], most_in_a_row: int) -> None:
     in_a_row = 0
     for sequence in sorted({one.sequence for one in batch.media}):
         in_a_row = in_a_row + 1 if sequence in damaged else 0

@@ -1,0 +1,6 @@
+"""Items of a step, encoded over all ranks of the job."""
+
+from megatron_hdp.megatron.media.encoding import JobEncoder, StepMedia
+from megatron_hdp.megatron.media.items import BatchMedia, MediaEncoder, MediaItem
+
+__all__ = ["BatchMedia", "JobEncoder", "MediaEncoder", "MediaItem", "StepMedia"]

@@ -1,0 +1,306 @@
+"""Images and other items among the tokens of a global batch, encoded over all ranks of the job.
+
+A step encodes its items without a graph, each rank those that the plan gives it; their rows go to
+the ranks whose tokens they stand for, where they replace embeddings. Behind the step the rows'
+gradients go back; each pack is encoded once more, now with a graph, and differentiated. Gradients
+stay sums over items, so they are those of one rank that encoded all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_hdp.arrays import BoolArray, Int32Array, Int64Array
+from megatron_hdp.data.steps import (
+    PlanSettings,
+    RankMicroBatch,
+    Reader,
+    read_micro_batch,
+    shares_of,
+)
+from megatron_hdp.media import ItemBatch, ItemPlan, plan_items
+from megatron_hdp.media.rows import RowExchange, row_exchange
+from megatron_hdp.megatron.media.damaged import decode_pictures
+from megatron_hdp.megatron.media.items import BatchMedia, ItemHolder, MediaEncoder
+from megatron_hdp.megatron.model import FIRST_MARK, require_layers, rows_for_marks, turn_by_axes
+from megatron_hdp.megatron.options import TrainingArguments
+from megatron_hdp.megatron.parallel import RankPlace, compute_device
+from megatron_hdp.planner import Plan
+from megatron_hdp.runtime.gathering import on_every_rank
+
+
+class JobEncoder:
+    """An encoder at this rank's place in the job, which all ranks have alike."""
+
+    def __init__(
+        self,
+        encoder: MediaEncoder,
+        arguments: TrainingArguments,
+        chunks: Sequence[Any],
+        place: RankPlace,
+        settings: PlanSettings,
+        reader: Reader,
+        balance: str,
+    ) -> None:
+        """Every rank of the job must call this.
+
+        Raises:
+            ValueError: ranks of the job lie in another order than Megatron's, or the model has no
+                layers or no frequencies for the encoder's rows.
+        """
+        self.encoder, self.place, self.chunks = encoder, place, chunks
+        self.is_sharded, self.hidden = arguments.sequence_parallel, arguments.hidden_size
+        self.balance, self._settings = balance, settings
+        self.dtype = _dtype_of(encoder)
+        self.levels: int = getattr(encoder, "levels", 1)
+        self._reader = replace(reader, reads_tokens=False, reads_mask=False)
+        self._rank = dist.get_rank()
+        on_every_rank(self._require_model, compute_device())
+
+    @property
+    def width(self) -> int:
+        """Of a row: all of its levels."""
+        return self.levels * self.hidden
+
+    def prepared(self, batch: ItemHolder, media: BatchMedia, plan: Plan) -> StepMedia:
+        """What this rank does with a batch's items; communicates nothing."""
+        place = self.place
+        wanted: list[Int64Array] = [np.zeros(0, dtype=np.int64)] * dist.get_world_size()
+        first_slots = np.zeros(media.num_rows, dtype=np.int32)
+        readers = np.zeros(media.num_rows, dtype=np.int32)
+        source = NoTokens()
+        shares = shares_of(self._settings, batch.step(), plan)
+        for share in shares.of(range(place.num_hdp_ranks)):
+            reader = replace(self._reader, hdp_rank=share.hdp_rank)
+            found: list[list[Int64Array]] = [[] for _ in range(place.num_tensor_ranks)]
+            for slot in range(share.num_slots):
+                micro_batch = read_micro_batch(share, slot, reader, source)
+                rows = media.rows_in(batch, micro_batch)
+                first_slots[rows[rows >= 0]] = slot
+                for tensor_rank, of_rank in enumerate(found):
+                    of_rank.append(rows[self.is_of(tensor_rank, micro_batch) & (rows >= 0)])
+            for tensor_rank, of_rank in enumerate(found):
+                rank = self._rank_at(share.hdp_rank, tensor_rank)
+                wanted[rank] = np.concatenate([*of_rank, np.zeros(0, dtype=np.int64)])
+                readers[wanted[rank]] = rank
+        items = self._planned(media, readers, first_slots)
+        makers = np.repeat(items.first_ranks, media.counts)
+        packs = _packs_of(items, self._rank)
+        made = [media.rows_of(item) for pack in packs for item in pack]
+        exchange = row_exchange(
+            self._rank, wanted, makers, np.concatenate([*made, np.zeros(0, dtype=np.int64)])
+        )
+        return StepMedia(self, batch, media, packs, wanted[self._rank], exchange)
+
+    def _planned(self, media: BatchMedia, readers: Int32Array, slots: Int32Array) -> ItemPlan:
+        per_row = self.encoder.patches_per_row
+        batch = ItemBatch(
+            patches=media.counts * per_row,
+            consumers=readers[media.firsts],
+            micro_batches=slots[media.firsts],
+            num_ranks=dist.get_world_size(),
+            ranks_per_node=dist.get_world_size(),
+            patches_per_row=per_row,
+            patches_per_pack=self.encoder.patches_per_pack,
+            most_ranks=1,
+        )
+        return plan_items(batch, self.encoder.cost, self.balance)
+
+    def is_of(self, tensor_rank: int, micro_batch: RankMicroBatch) -> BoolArray:
+        """Which tokens' embeddings a tensor rank has, ``[t]``: all, or its share of each part."""
+        ranks = self.place.num_tensor_ranks if self.is_sharded else 1
+        sizes = [len(part.tokens) // ranks for part in micro_batch.in_parts()]
+        is_here = np.arange(ranks) == (tensor_rank if self.is_sharded else 0)
+        return np.concatenate([np.repeat(is_here, size) for size in sizes])
+
+    def _rank_at(self, hdp_rank: int, tensor_rank: int) -> int:
+        """The rank of the job on the first stage."""
+        return tensor_rank + self.place.num_tensor_ranks * hdp_rank
+
+    def _require_model(self) -> None:
+        place = self.place
+        for chunk in self.chunks:
+            turn_by_axes(chunk, getattr(self.encoder, "positions", None))
+        if place.is_first_stage:
+            require_layers(self.chunks[0], self.levels - 1)
+        found = self._rank_at(place.hdp_rank + place.num_hdp_ranks * place.stage, place.tensor_rank)
+        if found != self._rank:
+            raise ValueError(
+                f"found rank {self._rank} of the job where rank {found} was expected: an encoder's "
+                "rows go by Megatron's order of ranks, tensor, data, pipeline"
+            )
+
+
+class NoTokens:
+    """Is asked for nothing by a reader that reads neither tokens nor masks."""
+
+    def tokens(self, source: int, row: int, start: int, count: int) -> Int64Array:
+        """Has none."""
+        raise NotImplementedError
+
+    def is_trained(self, source: int, row: int, start: int, stop: int) -> BoolArray:
+        """Knows nothing."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class StepMedia:
+    """What one rank does with the items of one step.
+
+    Attributes:
+        damaged: why sequences carry no loss in it, by their place; once `decode` has run.
+    """
+
+    job: JobEncoder
+    batch: ItemHolder
+    media: BatchMedia
+    packs: list[list[int]]
+    """Items of each call of the encoder on this rank."""
+    wanted: Int64Array
+    """Rows of this rank's tokens, in their order."""
+    exchange: RowExchange
+    damaged: dict[int, str] = field(default_factory=dict)
+    _made: torch.Tensor | None = None
+    _levels: Sequence[torch.Tensor] = ()
+
+    @property
+    def num_made(self) -> int:
+        """Rows that this rank makes."""
+        return sum(int(self.media.counts[pack].sum()) for pack in self.packs)
+
+    def decode(self, most_damaged: int) -> None:
+        """Decodes pictures that this rank encodes; see `damaged.decode_pictures`."""
+        mine = [item for pack in self.packs for item in pack]
+        self.damaged = decode_pictures(self.batch, mine, most_damaged)
+
+    @contextmanager
+    def rows_in_place(
+        self, micro_batches: Sequence[RankMicroBatch], *, learns: bool
+    ) -> Iterator[tuple[RankMicroBatch, ...]]:
+        """Within it embeddings of items' tokens are their rows, with gradients if it `learns`.
+
+        Yields the micro-batches that are to run.
+
+        Every rank must enter it, with micro-batches that have just been read.
+
+        Raises:
+            EveryRankError: the encoder raised a ValueError on some rank.
+        """
+        self._made = on_every_rank(self._encoded, compute_device())
+        rows = self._sent(self._made, self.exchange.send, self.exchange.receive, is_back=False)
+        levels = [one.contiguous().requires_grad_(learns) for one in self._levels_of(rows)]
+        self._levels = levels
+        placed = tuple(self.media.with_positions(one) for one in micro_batches)
+        if not self.job.place.is_first_stage:
+            yield placed
+            return
+        for one in placed:
+            self._mark(one)
+        sharded = self.job.place if self.job.is_sharded else None
+        with rows_for_marks(self.job.chunks[0], levels, sharded):
+            yield placed
+
+    def differentiate(self) -> None:
+        """Sends gradients of rows back, and leaves in the encoder's weights those of its items.
+
+        Every rank must call this, once what ran within `rows_in_place` has gone backward. A weight
+        without any gets none.
+
+        Raises:
+            EveryRankError: some rank's encoder made other rows on its second run.
+        """
+        found = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._levels]
+        gradient = torch.cat(found, dim=1)
+        if not self.job.is_sharded and self.job.place.tensor_rank > 0:
+            gradient = torch.zeros_like(gradient)  # the same as the first tensor rank's
+        of_made = self._sent(gradient, self.exchange.receive, self.exchange.send, is_back=True)
+        on_every_rank(lambda: self._encode_again(of_made), compute_device())
+        self._made, self._levels = None, ()
+
+    def _levels_of(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        found: Sequence[torch.Tensor] = rows.split(self.job.hidden, dim=1)
+        return found
+
+    def _encoded(self) -> torch.Tensor:
+        with torch.no_grad():
+            found = [self._pack(pack) for pack in self.packs]
+        if found:
+            return torch.cat(found)
+        return torch.zeros(0, self.job.width, dtype=self.job.dtype, device=compute_device())
+
+    def _pack(self, pack: list[int]) -> torch.Tensor:
+        rows = self.job.encoder([self.media.items[item] for item in pack])
+        expected = (int(self.media.counts[pack].sum()), self.job.width)
+        if tuple(rows.shape) != expected or rows.dtype != self.job.dtype:
+            raise ValueError(
+                f"found rows of shape {tuple(rows.shape)} and {rows.dtype} from the encoder for "
+                f"items {', '.join(map(str, pack))}, expected {expected} and {self.job.dtype}, "
+                "its weights' type"
+            )
+        return rows
+
+    def _sent(
+        self, rows: torch.Tensor, leave: Int64Array, arrive: Int64Array, *, is_back: bool
+    ) -> torch.Tensor:
+        """What arrives of all ranks' rows; of gradients the sums, as a row may go to several."""
+        counts = self.exchange.send_counts, self.exchange.receive_counts
+        outgoing, incoming = reversed(counts) if is_back else counts
+        there = torch.from_numpy(leave).to(rows.device)
+        coming = rows.new_empty(len(arrive), rows.shape[1])
+        dist.all_to_all_single(coming, rows.detach()[there], incoming, outgoing)
+        num = self.num_made if is_back else len(self.wanted)
+        found = rows.new_zeros(num, rows.shape[1])
+        return found.index_add_(0, torch.from_numpy(arrive).to(rows.device), coming)
+
+    def _mark(self, micro_batch: RankMicroBatch) -> None:
+        """Writes the places of rows among `wanted` into the tokens that they stand for."""
+        rows = self.media.rows_in(self.batch, micro_batch)
+        has_row = rows >= 0
+        is_here = self.job.is_of(self.job.place.tensor_rank, micro_batch) & has_row
+        place = np.zeros(max(self.media.num_rows, 1), dtype=np.int64)
+        place[self.wanted] = np.arange(len(self.wanted))
+        micro_batch.tokens[has_row] = FIRST_MARK
+        micro_batch.tokens[is_here] += place[rows[is_here]]
+
+    def _encode_again(self, gradient: torch.Tensor) -> None:
+        """Encodes pack by pack once more, and goes backward."""
+        assert self._made is not None, "rows were in place"
+        for weight in self.job.encoder.parameters():
+            weight.grad = None
+        first = 0
+        for pack in self.packs:
+            with torch.enable_grad():
+                rows = self._pack(pack)
+            here = slice(first, first + len(rows))
+            first = here.stop
+            if not torch.equal(rows.detach(), self._made[here]):
+                raise ValueError(
+                    f"found other rows of items {', '.join(map(str, pack))} on the encoder's "
+                    "second run than on its first, expected the same bits: it may draw nothing "
+                    "(dropout) and keep nothing between calls"
+                )
+            rows.backward(gradient[here])
+
+
+def _dtype_of(encoder: MediaEncoder) -> torch.dtype:
+    """Of its rows, which ranks without items receive as well."""
+    for weight in encoder.parameters():
+        return weight.dtype
+    raise ValueError("found an encoder without weights, expected some: they say its rows' type")
+
+
+def _packs_of(items: ItemPlan, rank: int) -> list[list[int]]:
+    """Items of each of a rank's calls of the encoder, in their order."""
+    mine = np.flatnonzero(items.first_ranks == rank)
+    order = np.lexsort((mine, items.turns[mine], items.phases[mine]))
+    found: dict[tuple[int, int], list[int]] = {}
+    for item in mine[order].tolist():
+        found.setdefault((int(items.phases[item]), int(items.turns[item])), []).append(item)
+    return list(found.values())
