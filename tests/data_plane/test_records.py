@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hdp.data.mixture import BatchSize, MixtureSpec, Phase, Schedule
-from megatron_hdp.data.spec import SourceSpec
+from megatron_hdp.data.spec import MediaSpec, SourceSpec
 from megatron_hdp.data.steps import Reader
 from megatron_hdp.data_plane.records import from_plain, to_plain
 from megatron_hdp.data_plane.roles import LoaderFigures
@@ -30,6 +30,7 @@ def rich(setup):
     sources = (
         SourceSpec(name="böcker", path="a b/*.txt", glob="*.txt", max_epochs=3, bad_limit=0.1),
         SourceSpec(name="chat", path="chat", format="chat", tokenizer="hf:x", append_eod=False),
+        SourceSpec(name="seen", path="x", media=MediaSpec(encoder="qwen3-vl", most_pixels=9)),
     )
     phases = (
         Phase(weights={"böcker": 0.1 + 0.2, "chat": 1.0}),

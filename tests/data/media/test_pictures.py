@@ -1,6 +1,7 @@
 """Patches have the bits of the PIL processors of transformers, an eighth of their bytes."""
 
 import io
+import random
 from typing import Any
 
 import numpy as np
@@ -102,3 +103,25 @@ def test_a_damaged_body_is_found_when_it_is_decoded() -> None:
     assert size_of_picture(io.BytesIO(cut_off), "a.jpg").width == 410
     with pytest.raises(PictureError, match=r"a\.jpg: found a damaged picture .*truncated"):
         patches_of_picture(cut_off, "a.jpg", QWEN)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_broken_bytes_give_the_patches_of_their_header_or_a_sentence() -> None:
+    dice = random.Random(7)
+    kinds = [kind for kind in KINDS if kind != "tiff"]  # of which later pages may be broken
+    files = [saved(drawn(40, 60, 3), kind, 6 if kind in TURNED else 1) for kind in kinds]
+    num_decoded = num_refused = 0
+    for _ in range(400):
+        broken = bytearray(dice.choice(files))
+        for _ in range(dice.randrange(1, 4)):
+            broken[dice.randrange(min(len(broken), dice.choice([64, 10**6])))] = dice.randrange(256)
+        try:
+            found = patches_of_picture(bytes(broken), "a.jpg", QWEN, most_pixels=2**20)
+        except PictureError as error:
+            num_refused += 1
+            assert str(error).startswith("a.jpg: found ")
+            continue
+        num_decoded += 1
+        size = size_of_picture(io.BytesIO(broken), "a.jpg")
+        assert QWEN.patches(size.height, size.width)[0] == len(found.values)
+    assert num_decoded > 20 and num_refused > 20
