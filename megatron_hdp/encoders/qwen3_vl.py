@@ -16,7 +16,7 @@ from megatron_hdp.encoders.base import (
     Pixels,
     mrope_of,
 )
-from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of
+from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of, wide
 from megatron_hdp.encoders.layers import PatchProjection, RotaryAttention, activation_of
 from megatron_hdp.media import Encoder, Resizing
 
@@ -156,13 +156,13 @@ class Qwen3VLEncoder(PatchEncoder):
         at = places.float() * (side - 1) / (sizes - 1).clamp(min=1)  # [2, n]
         below = at.floor()
         share, below = at - below, below.long()
-        found = torch.zeros((), dtype=table.dtype, device=table.device)
+        found = torch.zeros((), dtype=wide(table.dtype), device=table.device)
         for down in (0, 1):
             for right in (0, 1):
                 near = (below + torch.tensor([[down], [right]])).clamp(max=side - 1)
                 weights = (share if one else 1 - share for one in (down, right))
                 weight = [w[axis] for axis, w in enumerate(weights)]
-                factor = (weight[0] * weight[1]).to(table.device, table.dtype)
+                factor = (weight[0] * weight[1]).to(found.device, found.dtype)
                 index = (near[0] * side + near[1]).to(table.device)
                 found = found + table[index] * factor[:, None]
         return found

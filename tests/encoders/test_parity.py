@@ -77,6 +77,21 @@ def test_rows_and_gradients(name):
             assert distance(found, gradient) < 1e-4, weight
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_in_bfloat16(name):
+    """As near to those of float32 as transformers' are, within a half."""
+    model = hugging_face(name)
+    encoder = encoder_of(name, model)
+    items = drawn_patches(encoder, grids_of(name))
+    with torch.no_grad():
+        expected = encoder(items)
+        ours = encoder.to(torch.bfloat16)(items)
+        theirs = rows_of_theirs(name, model.to(torch.bfloat16), encoder, items)
+    assert ours.dtype == torch.bfloat16
+    errors = [(one.float() - expected).norm().item() for one in (ours, theirs)]
+    assert errors[0] < 1.5 * errors[1], errors
+
+
 def gradients_of(name, model):
     """By our names."""
     weights = {id(one): one.grad for one in model.parameters()}
