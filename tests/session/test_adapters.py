@@ -1,5 +1,7 @@
 """Adapters in a model that a framework has built: a session trains them as our own command does."""
 
+from dataclasses import replace
+
 import torch
 
 from megatron_hdp.megatron import parallel
@@ -27,11 +29,14 @@ def step_of(session, arguments):
 def errors_of(arguments):
     """Body of a rank: how far both are apart, and names of what has gradients."""
     parallel.initialise(arguments)
-    mine = step_of(session_of(arguments), arguments)
+    own = session_of(arguments)
+    mine = step_of(own, arguments)
     parallel.set_seeds(arguments.seed)
     chunk = stock_chunk(arguments, 0, lambda model: add_adapters(model, seed=0, **ADAPTERS))
     of_model = {"seq_length": 200, "hdp_tokens_per_rank": arguments.hdp_tokens_per_rank}
-    session = HdpSession.of_model([chunk], vocab_size=VOCABULARY, **of_model)
+    session = HdpSession.of_model([chunk], vocab_size=VOCABULARY, **of_model, **FLAGS)
+    assert session.cost_model == own.cost_model
+    assert session.cost_model.b < session_of(replace(arguments, lora_rank=None)).cost_model.b
     for ours, its in zip(
         sorted(session_of(arguments).chunks[0].named_parameters()),
         sorted(chunk.named_parameters()),
