@@ -79,7 +79,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "megatron/step": {
         *{"megatron", "megatron/options", "megatron/model", "megatron/execution"},
-        *{"planner", "data", "data_plane", "simulator", "runtime"},
+        *{"megatron/media", "planner", "data", "data_plane", "simulator", "runtime"},
     },
     "megatron/world": {
         *{"megatron", "megatron/options", "megatron/optimizer", "megatron/execution"},
@@ -99,11 +99,11 @@ ROOMS: dict[str, set[str]] = {
     "session": {"planner", "media", "data", "runtime", "megatron"},
     "verl": {"megatron", "session"},
     "bridge": {"session", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
-    "training": {"planner", "data", "simulator", "runtime", "megatron"},
+    "training": {"planner", "data", "simulator", "runtime", "megatron", "encoders"},
     "profile": {"planner", "data", "simulator", "runtime", "megatron"},
     "convert/families": {"megatron"},
     "convert/files": {"data"},
-    "convert": {"convert/families", "convert/files", "data", "megatron"},
+    "convert": {"convert/families", "convert/files", "data", "encoders", "megatron"},
     "pretrain_gpt": {"megatron", "runtime", "training"},
     "plugin": {"megatron", "runtime", "training"},
     "__main__": {"plugin"},

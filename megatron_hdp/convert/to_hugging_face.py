@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from megatron_hdp.convert.adapters import AdapterReader, MergedReader, record_of, to_peft
 from megatron_hdp.convert.families.flags import update
@@ -26,10 +28,12 @@ from megatron_hdp.convert.files import hf_folder
 from megatron_hdp.convert.files.dist_reader import DistReader
 from megatron_hdp.convert.files.hf_folder import CONFIG, SINGLE, listed
 from megatron_hdp.convert.files.quantised import without_quantisation
-from megatron_hdp.convert.files.safetensors_file import SafetensorsWriter, Stored
+from megatron_hdp.convert.files.safetensors_file import NAMES, Readable, SafetensorsWriter, Stored
 from megatron_hdp.convert.files.workplace import require_new, workplace
 from megatron_hdp.convert.to_megatron import copy_tensors
 from megatron_hdp.data.prepare import progress_bar
+from megatron_hdp.encoders.loading import names_in_files
+from megatron_hdp.megatron.adapters import ENCODER
 from megatron_hdp.megatron.checkpoint import released
 from megatron_hdp.megatron.checkpoint.folder import MODEL_FILES, CheckpointFolder
 from megatron_hdp.megatron.checkpoint.unpickling import read_list
@@ -38,6 +42,7 @@ from megatron_hdp.megatron.checkpoint.verification import inventory
 SHARD_BYTES = 5_000_000_000
 """Of a file: what transformers takes."""
 _VERSION = 1
+_OF_ENCODER = f"{ENCODER}.model."
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,8 @@ class Trained:
     whole: dict[str, Any]
     """The configuration as it will be written."""
     naming: Naming
-    pictures: dict[str, Stored]
-    """Tensors of what makes rows of pictures, which training has not changed."""
+    pictures: Mapping[str, Readable]
+    """Tensors of what makes rows of pictures: the checkpoint's, or of files where it has none."""
 
     @classmethod
     def find(
@@ -81,9 +86,9 @@ class Trained:
         flags = flags_of(family, before, str(like / CONFIG))
         stored = hf_folder.find_tensors(like) if has_pictures(written) else {}
         naming = naming_of(written, stored)
-        pictures = {name: one for name, one in stored.items() if naming.is_of_pictures(name)}
         config = update(before, flags, released.flags_of(place))
         reader = _reader(place, base)
+        pictures = _pictures(place, written, naming, stored, reader)
         stacked = not any(key.startswith("decoder.layers.0.") for key in reader.keys)
         plan = [_with_key(piece, reader) for piece in pieces(family, config, stacked=stacked)]
         _require_all(place, reader, plan)
@@ -181,6 +186,58 @@ def to_hugging_face(
         hf_folder.carry(trained.like, work.folder, trained.whole)
 
 
+@dataclass(frozen=True)
+class Held:
+    """A tensor of a checkpoint."""
+
+    reader: DistReader | MergedReader
+    key: str
+
+    @property
+    def dtype(self) -> str:
+        """The name that files give its type."""
+        return NAMES[self.reader.dtype(self.key)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.reader.shape(self.key)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        itemsize: int = self.reader.dtype(self.key).itemsize
+        return math.prod(self.shape) * itemsize
+
+    def read(self) -> torch.Tensor:
+        """Reads it."""
+        return self.reader.read(self.key, (0,) * len(self.shape), self.shape)
+
+
+def _pictures(
+    place: Path,
+    config: dict[str, Any],
+    naming: Naming,
+    stored: Mapping[str, Stored],
+    reader: DistReader | MergedReader,
+) -> Mapping[str, Readable]:
+    """What makes rows of pictures, by the names of files."""
+    of_files = {name: one for name, one in stored.items() if naming.is_of_pictures(name)}
+    keys = [key for key in reader.keys if key.startswith(_OF_ENCODER)]
+    held = {key.removeprefix(_OF_ENCODER): key for key in keys}
+    if not held:
+        return of_files
+    names = names_in_files(config, of_files)
+    if names.keys() != held.keys():
+        other = sorted(names.keys() ^ held.keys())
+        raise ValueError(
+            f"{place}: found an encoder whose tensors differ from those of {CONFIG} in "
+            f"{listed(other)}, expected the same: give --like with the folder of the model that "
+            "training began with"
+        )
+    return {names[ours]: Held(reader, key) for ours, key in sorted(held.items())}
+
+
 def _reader(place: Path, base: Path | None) -> DistReader | MergedReader:
     found = DistReader(place, read_list(place))
     _require_sound(place, found.files.__contains__)
@@ -244,7 +301,8 @@ def _require_all(place: Path, reader: DistReader | MergedReader, plan: Sequence[
             "give --like with the folder of the model that training began with"
         )
     used = {key for piece in plan for key in (piece.key, *piece.also)}
-    left = sorted(key for key in reader.keys - used if "optimizer" not in key)
+    left = [key for key in reader.keys - used if not key.startswith(_OF_ENCODER)]
+    left = sorted(key for key in left if "optimizer" not in key)
     if left:
         raise ValueError(
             f"{place}: found tensors that the model in {CONFIG} does not have, expected none: "

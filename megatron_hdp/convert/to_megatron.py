@@ -24,7 +24,7 @@ from megatron_hdp.convert.files.quantised import (
     require_weight,
     without_quantisation,
 )
-from megatron_hdp.convert.files.safetensors_file import DTYPES, SafetensorsWriter, Stored
+from megatron_hdp.convert.files.safetensors_file import DTYPES, Readable, SafetensorsWriter, Stored
 from megatron_hdp.convert.files.workplace import Workplace, require_new, workplace
 from megatron_hdp.data.prepare import progress_bar
 from megatron_hdp.megatron.checkpoint import released
@@ -202,8 +202,8 @@ def _write_rest(
     released.finish(release, sums)
 
 
-def copy_tensors(tensors: Mapping[str, Stored], path: Path) -> None:
-    """Writes tensors of other files into one, bit for bit."""
+def copy_tensors(tensors: Mapping[str, Readable], path: Path) -> None:
+    """Writes tensors of other files, or of a checkpoint, into one, bit for bit."""
     told = {name: (DTYPES[one.dtype], one.shape) for name, one in sorted(tensors.items())}
     with closing(SafetensorsWriter(path, told)) as file:
         for name in told:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,22 @@ def save_encoder(
     with closing(SafetensorsWriter(target / SINGLE, told)) as file:
         for name in told:
             file.write(name, tensors[name])
+
+
+def names_in_files(config: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, str]:
+    """Of tensors of a model's files those of its encoder, by their names in it.
+
+    Raises:
+        ValueError: no encoder of such a model is known.
+    """
+    kind = config.get("model_type")
+    if kind not in ENCODERS:
+        raise ValueError(
+            f"found model_type {kind!r} and a trained encoder, expected one of "
+            f"{', '.join(ENCODERS)}: give --like with the folder of the model"
+        )
+    named = {_own_name(ENCODERS[kind], name): name for name in tensors}
+    return {ours: theirs for ours, theirs in named.items() if ours is not None}
 
 
 def _own_name(encoder: type[ItemEncoder], name: str) -> str | None:

@@ -5,8 +5,9 @@ from megatron_hdp.media.encoders import ENCODERS, Encoder, Resizing
 from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bound_s
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
 from megatron_hdp.media.patches import Patches, Sound
-from megatron_hdp.media.planning import ITEM_STRATEGIES, dealt, plan_items
+from megatron_hdp.media.planning import dealt, plan_items
 from megatron_hdp.media.positions import MRope, RowGrid, row_positions
+from megatron_hdp.options import BALANCES as ITEM_STRATEGIES
 
 __all__ = [
     "ENCODERS",

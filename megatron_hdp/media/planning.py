@@ -15,6 +15,7 @@ from megatron_hdp.arrays import Float64Array, Int32Array, Int64Array
 from megatron_hdp.media.cost import ItemCostModel
 from megatron_hdp.media.extension import _items
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
+from megatron_hdp.options import BALANCES as ITEM_STRATEGIES
 
 
 def plan_items(
@@ -96,7 +97,6 @@ _OTHERS: dict[str, Callable[[ItemBatch, int], ItemPlan]] = {
     "replica": _replica,
     "micro-batch": _micro_batch,
 }
-ITEM_STRATEGIES = (*_OTHERS, "step")
 
 
 def _no_phase(batch: ItemBatch) -> Int32Array:

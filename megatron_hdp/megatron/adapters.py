@@ -1,16 +1,23 @@
-"""Adapters by their names, and what a checkpoint says of those that it holds."""
+"""Adapters and an encoder by their names, and what a checkpoint says of adapters that it holds."""
 
 from __future__ import annotations
 
 from typing import Any
 
 NAMES = ("lora_a", "lora_b")
+ENCODER = "hdp_encoder"
+"""How names of an encoder's weights begin: the attribute of the model's first chunk."""
 _FLAGS = {"rank": "--lora-rank", "alpha": "--lora-alpha", "targets": "--lora-targets"}
 
 
 def is_adapter(name: str) -> bool:
     """Whether a name of a parameter, or a key of a checkpoint, is an adapter's."""
     return name.rpartition(".")[-1] in NAMES
+
+
+def is_of_encoder(name: str) -> bool:
+    """Whether a name of a parameter, in its part of the model, is an encoder's."""
+    return name.split(".", 1)[0] == ENCODER
 
 
 def adapter_record(arguments: Any) -> dict[str, Any] | None:

@@ -140,6 +140,11 @@ def require_known(arguments: TrainingArguments) -> None:
             f"found --hdp-objective {arguments.hdp_objective}, which is for the standalone "
             "trainer: leave it out; the loop of a session calls preference_step"
         )
+    if arguments.hdp_encoder is not None:
+        raise ValueError(
+            f"found --hdp-encoder {arguments.hdp_encoder}, which is for the standalone trainer: "
+            "leave it out; the loop of a session calls attach_encoder"
+        )
     if arguments.mtp_num_layers is not None:
         raise ValueError(
             f"found --mtp-num-layers {arguments.mtp_num_layers}, expected none: a session's losses "

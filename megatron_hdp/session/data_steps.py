@@ -13,13 +13,12 @@ from megatron_hdp.data.mixture import (
     BatchSize,
     Corpus,
     Opening,
-    PictureSource,
     Position,
     Step,
     open_corpus,
     read_data_file,
 )
-from megatron_hdp.megatron.media import MediaItem
+from megatron_hdp.megatron.media import items_of
 from megatron_hdp.session.batch import TokenBatch
 
 
@@ -112,9 +111,9 @@ class DataSteps:
 
 def batch_of(corpus: Corpus, step: Step) -> TokenBatch:
     """Return the sequences of a step as arrays, with their pictures."""
-    tokens, masks, media = [], [], []
+    tokens, masks = [], []
     columns = (step.sources, step.rows, step.starts, step.lengths, step.num_labels)
-    for i, one in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+    for one in zip(*(column.tolist() for column in columns), strict=True):
         number, row, start, length, labels = one
         source = corpus.sources[number]
         tokens.append(source.tokens(row, start, length))
@@ -123,7 +122,4 @@ def batch_of(corpus: Corpus, step: Step) -> TokenBatch:
         labels = min(labels, length - 1)
         mask[1 : labels + 1] = source.is_trained(row, start, start + labels)
         masks.append(mask)
-        if isinstance(source, PictureSource):
-            found = source.items(row, length)
-            media += [MediaItem(sequence=i, start=at, data=picture) for at, picture in found]
-    return TokenBatch(tokens, loss_mask=masks, media=media)
+    return TokenBatch(tokens, loss_mask=masks, media=items_of(corpus, step))

@@ -11,11 +11,12 @@ from typing import Any, TypeAlias
 
 from megatron_hdp.data.mixture import Corpus
 from megatron_hdp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_hdp.encoders import load_encoder
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.checkpoints import Checkpoints
 from megatron_hdp.megatron.checkpoint.state import Progress, TrainingState
 from megatron_hdp.megatron.execution import HdpExecutor
-from megatron_hdp.megatron.model import build_chunks
+from megatron_hdp.megatron.model import build_chunks, model_dtype
 from megatron_hdp.megatron.optimizer import build_optimizer, build_scheduler
 from megatron_hdp.megatron.options import TrainingArguments, tokenizer_of
 from megatron_hdp.megatron.step import (
@@ -89,7 +90,10 @@ class Model:
     def build(cls, arguments: TrainingArguments) -> Model:
         """Freshly initialised, once `parallel.initialise` has run."""
         tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
-        chunks = build_chunks(arguments, tokenizer.vocab_size)
+        encoder = None
+        if arguments.hdp_encoder is not None:
+            encoder = load_encoder(arguments.hdp_encoder, dtype=model_dtype(arguments))
+        chunks = build_chunks(arguments, tokenizer.vocab_size, encoder)
         optimizer = build_optimizer(arguments, chunks)
         return cls(tokenizer, chunks, optimizer, build_scheduler(arguments, optimizer))
 

@@ -171,6 +171,7 @@ def test_every_rank_says_what_is_wrong(run_ranks):
         ({"hybrid_data_parallel": False}, "no --hybrid-data-parallel"),
         ({"hdp_fused_loss": False}, "--no-hdp-fused-loss"),
         ({"hdp_survive": True}, "--hdp-survive"),
+        ({"hdp_encoder": "e"}, "found --hdp-encoder e, which is for the standalone trainer"),
         ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1, expected 0"),
     ],
 )

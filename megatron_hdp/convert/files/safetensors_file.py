@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,7 +40,27 @@ DTYPES = {
 }
 FLOATING = ("F64", "F32", "F16", "BF16")
 """Whose numbers mean themselves."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The same the other way round."""
+
+
+class Readable(Protocol):
+    """A tensor that lies somewhere."""
+
+    @property
+    def dtype(self) -> str:
+        """The format's name of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Likewise."""
+
+    def read(self) -> torch.Tensor:
+        """Return it."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +163,7 @@ class SafetensorsWriter:
             begin, end = end, end + math.prod(shape) * dtype.itemsize
             self._begins[name] = begin
             offsets = [begin, end]
-            header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
+            header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self._data = _LENGTH_BYTES + len(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron_hdp.data.mixture import Position
@@ -41,6 +41,8 @@ class RankStep:
     micro_batches: tuple[RankMicroBatch, ...]
     """Padding included, in the order in which they run."""
     lost: tuple[LostSource, ...] = ()
+    planned: PlannedStep | None = None
+    """The whole step, where the rank has drawn it itself."""
 
 
 def read_step(
@@ -138,4 +140,4 @@ class LocalLoaders:
         (share,) = self._planner.shares(planned).of([self._reader.hdp_rank])
         window = self._planner.settings.window
         totals = StepTotals.of(planned, len(corpus.sources), window=window)
-        return read_step(totals, share, self._reader, corpus)
+        return replace(read_step(totals, share, self._reader, corpus), planned=planned)

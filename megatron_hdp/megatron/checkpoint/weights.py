@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_hdp.megatron.adapters import is_adapter, require_same_adapters
+from megatron_hdp.megatron.adapters import is_adapter, is_of_encoder, require_same_adapters
 from megatron_hdp.megatron.checkpoint import reading
 from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
 from megatron_hdp.megatron.checkpoint.together import on_first_rank, require_shared
@@ -18,6 +18,8 @@ OURS = "megatron_hdp"
 """The entry of a checkpoint that is not Megatron's."""
 ADAPTERS = "adapters"
 """Where that says which adapters it holds; None or nothing: a whole model's weights."""
+HAS_ENCODER = "encoder"
+"""Where that says whether an encoder is among them."""
 IN_ARGUMENTS = "hdp_adapters"
 """Where arguments of a Megatron-LM checkout, which its checkpoints hold, say the same."""
 
@@ -39,16 +41,23 @@ def layout_metadata() -> dict[str, Any]:
 
 
 def sharded_weights(
-    chunks: Sequence[DistributedDataParallel], *, of_adapters: bool = False
+    chunks: Sequence[DistributedDataParallel],
+    *,
+    of_adapters: bool = False,
+    of_encoder: bool = True,
 ) -> dict[str, Any]:
     """Those of each part, by a name that only this rank uses: in the files layers count on.
 
-    Of a model with adapters either these or all the others.
+    Of a model with adapters either these or all the others, with those of its encoder or without.
     """
+
+    def is_wanted(name: str) -> bool:
+        return is_adapter(name) == of_adapters and (of_encoder or not is_of_encoder(name))
+
     weights = {}
     for key, chunk in _by_key(chunks):
         found = chunk.module.sharded_state_dict(metadata=layout_metadata())
-        weights[key] = {name: one for name, one in found.items() if is_adapter(name) == of_adapters}
+        weights[key] = {name: one for name, one in found.items() if is_wanted(name)}
     return weights
 
 
@@ -57,8 +66,11 @@ def put_weights(
     content: dict[str, Any],
     *,
     of_adapters: bool = False,
+    of_encoder: bool = True,
 ) -> None:
     """Gives a rank's parts of the model what was read for `sharded_weights`.
+
+    Those of an encoder may be missing unless `of_encoder`.
 
     Raises:
         RuntimeError: a weight is missing or not known.
@@ -66,7 +78,11 @@ def put_weights(
     for key, chunk in _by_key(chunks):
         # of a part without parameters nothing was read; in any other they would be missing
         found = chunk.module.load_state_dict(content.get(key, {}), strict=False)
-        missing = [name for name in found.missing_keys if is_adapter(name) == of_adapters]
+        missing = [
+            name
+            for name in found.missing_keys
+            if is_adapter(name) == of_adapters and (of_encoder or not is_of_encoder(name))
+        ]
         if missing or found.unexpected_keys:
             raise RuntimeError(f"missing {missing}, unexpected {found.unexpected_keys}")
 

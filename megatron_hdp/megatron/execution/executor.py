@@ -7,7 +7,7 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,6 +175,7 @@ class HdpExecutor:
         begins_together: bool = False,
         own_loss: OwnLoss | None = None,
         further_weights: Sequence[float] = (),
+        before_sync: Callable[[], None] | None = None,
     ) -> RankOutcome:
         """Forward and backward of every micro-batch, then gradient sync.
 
@@ -190,6 +191,8 @@ class HdpExecutor:
                 forward, see `planner.lockstep.begin_together`; the same on all ranks.
             own_loss: in the place of the cross entropy; the model must have the fused loss.
             further_weights: of the sum of losses at each depth behind the label, if there are any.
+            before_sync: adds gradients of weights that no micro-batch has, behind the last backward
+                and before gradients are reduced; then none is reduced before.
 
         Raises:
             EveryRankError: a loss of the caller's own where the model has others.
@@ -208,14 +211,14 @@ class HdpExecutor:
         self.timeline.reset()
         start_param_gather(self.chunks, begins_together)
         step = StepInProgress(num_sources, not forward_only, own_loss, tuple(further_weights))
-        self._config.finalize_model_grads_func = partial(self._finalize, step, divisor)
+        self._config.finalize_model_grads_func = partial(self._finalize, step, divisor, before_sync)
         table = self._table(len(micro_batches))
         in_parts = [self._runs_in_parts(one) for one in micro_batches]
         passes = [Pass(micro_batches[m].index, chunk, in_parts[m]) for m, chunk in table]
         with (
             torch.set_grad_enabled(not forward_only),
             noting_compute(self._config, self.timeline, passes),
-            self._grad_sync.during(ends_together),
+            self._grad_sync.during(ends_together and before_sync is None),
             self._watching_gradients(step),
         ):
             self._run_schedule(step, micro_batches, forward_only)
@@ -425,6 +428,7 @@ class HdpExecutor:
         self,
         step: StepInProgress,
         divisor: float,
+        before_sync: Callable[[], None] | None,
         model: list[Any],
         num_tokens: Any = None,
         **kwargs: Any,
@@ -432,6 +436,8 @@ class HdpExecutor:
         """Stock gradient finalisation, dividing in double precision by what was known before."""
         if self._pipeline is not None:
             self._pipeline.finish()
+        if before_sync is not None:
+            before_sync()
         step.reached_sync = self.timeline.now()
         with self.timeline.span(SYNC):
             self._grad_sync.begin()

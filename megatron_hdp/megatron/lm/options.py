@@ -40,6 +40,7 @@ from megatron_hdp.megatron.options import (
 from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.options import (
     HdpOptions,
+    MediaOptions,
     OptionError,
     PreferenceOptions,
     add_options,
@@ -166,6 +167,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     add_options(parser, HdpOptions, LEFT_OUT)
     add_options(parser, PreferenceOptions)
+    add_options(parser, MediaOptions)
     theirs = [item.name for item in fields(ParallelOptions) if item.name != _STALL]
     add_options(parser, ParallelOptions, theirs)
     for action in parser._actions:
@@ -197,6 +199,11 @@ def check(args: argparse.Namespace) -> None:
         raise OptionError(
             f"{flag_of(given[0])}: found it in a Megatron-LM checkout, expected the loss of the "
             "next token, which its script computes: use python -m megatron_hdp.pretrain_gpt"
+        )
+    if getattr(args, "hdp_encoder", None) is not None:
+        raise OptionError(
+            "--hdp-encoder: found it in a Megatron-LM checkout, expected text alone: use "
+            "python -m megatron_hdp.pretrain_gpt"
         )
     names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
     options = HdpOptions(**{name: getattr(args, name) for name in names})
@@ -435,7 +442,8 @@ def settle(args: argparse.Namespace) -> None:
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
     """The arguments of HDP's classes, from Megatron's once they are validated."""
     values: dict[str, Any] = {}
-    ours = {item.name for group in (HdpOptions, PreferenceOptions) for item in fields(group)}
+    groups = HdpOptions, MediaOptions, PreferenceOptions
+    ours = {item.name for group in groups for item in fields(group)}
     for item in fields(TrainingArguments):
         is_megatrons_path = "Path" in str(item.type) and item.name not in ours
         if item.name in LEFT_OUT or is_megatrons_path or not hasattr(args, item.name):

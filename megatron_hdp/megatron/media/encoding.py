@@ -25,7 +25,7 @@ from megatron_hdp.data.steps import (
     read_micro_batch,
     shares_of,
 )
-from megatron_hdp.media import ItemBatch, ItemPlan, plan_items
+from megatron_hdp.media import ItemBatch, ItemPlan, evaluate_items, plan_items
 from megatron_hdp.media.rows import RowExchange, row_exchange
 from megatron_hdp.megatron.media.damaged import decode_pictures
 from megatron_hdp.megatron.media.items import BatchMedia, ItemHolder, MediaEncoder
@@ -90,16 +90,19 @@ class JobEncoder:
                 rank = self._rank_at(share.hdp_rank, tensor_rank)
                 wanted[rank] = np.concatenate([*of_rank, np.zeros(0, dtype=np.int64)])
                 readers[wanted[rank]] = rank
-        items = self._planned(media, readers, first_slots)
+        items, efficiency = self._planned(media, readers, first_slots)
         makers = np.repeat(items.first_ranks, media.counts)
         packs = _packs_of(items, self._rank)
         made = [media.rows_of(item) for pack in packs for item in pack]
         exchange = row_exchange(
             self._rank, wanted, makers, np.concatenate([*made, np.zeros(0, dtype=np.int64)])
         )
-        return StepMedia(self, batch, media, packs, wanted[self._rank], exchange)
+        return StepMedia(self, batch, media, packs, wanted[self._rank], exchange, efficiency)
 
-    def _planned(self, media: BatchMedia, readers: Int32Array, slots: Int32Array) -> ItemPlan:
+    def _planned(
+        self, media: BatchMedia, readers: Int32Array, slots: Int32Array
+    ) -> tuple[ItemPlan, float]:
+        """Who encodes what, and how evenly."""
         per_row = self.encoder.patches_per_row
         batch = ItemBatch(
             patches=media.counts * per_row,
@@ -111,7 +114,8 @@ class JobEncoder:
             patches_per_pack=self.encoder.patches_per_pack,
             most_ranks=1,
         )
-        return plan_items(batch, self.encoder.cost, self.balance)
+        found = plan_items(batch, self.encoder.cost, self.balance)
+        return found, evaluate_items(batch, found, self.encoder.cost).efficiency
 
     def is_of(self, tensor_rank: int, micro_batch: RankMicroBatch) -> BoolArray:
         """Which tokens' embeddings a tensor rank has, ``[t]``: all, or its share of each part."""
@@ -166,6 +170,8 @@ class StepMedia:
     wanted: Int64Array
     """Rows of this rank's tokens, in their order."""
     exchange: RowExchange
+    efficiency: float
+    """Work of all items / ranks / that of the busiest one, as planned."""
     damaged: dict[int, str] = field(default_factory=dict)
     _made: torch.Tensor | None = None
     _levels: Sequence[torch.Tensor] = ()

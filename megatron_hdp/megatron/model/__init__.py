@@ -11,6 +11,7 @@ from megatron_hdp.megatron.model.building import (
     check_recomputation,
     model_dtype,
 )
+from megatron_hdp.megatron.model.encoder import add_up_gradients, encoder_of
 from megatron_hdp.megatron.model.frozen import (
     choose_trained,
     require_trained,
@@ -64,6 +65,7 @@ __all__ = [
     "OwnPositionYarnEmbedding",
     "SequenceParallelNorm",
     "add_adapters",
+    "add_up_gradients",
     "at_own_positions",
     "attends",
     "build_chunks",
@@ -71,6 +73,7 @@ __all__ = [
     "check_recomputation",
     "choose_trained",
     "derived",
+    "encoder_of",
     "further_layers",
     "fused_kernel_can_count",
     "fused_kernel_is_there",

@@ -18,7 +18,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_hdp.megatron.adapters import ENCODER
 from megatron_hdp.megatron.model.attention import HdpCoreAttention
+from megatron_hdp.megatron.model.encoder import WholeEncoder
 from megatron_hdp.megatron.model.frozen import choose_trained, require_trained
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
@@ -233,15 +235,21 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[specs[one] for one in layers], layer_norm=norm)
 
 
-def build_chunks(arguments: TrainingArguments, vocab_size: int) -> list[DistributedDataParallel]:
+def build_chunks(
+    arguments: TrainingArguments, vocab_size: int, encoder: torch.nn.Module | None = None
+) -> list[DistributedDataParallel]:
     """This rank's parts of the model, each wrapped in Megatron's DDP, on its device.
 
-    Several with virtual stages, else one. `vocab_size` is that of the tokenizer, padded here. With
-    frozen weights or adapters every rank must call this.
+    Several with virtual stages, else one. `vocab_size` is that of the tokenizer, padded here. The
+    first of them has the encoder, whatever stage it is of. With frozen weights or adapters every
+    rank must call this.
     """
     config = transformer_config(arguments)
     num_chunks = num_model_chunks(arguments)
-    chunks = [_chunk(arguments, config, vocab_size, one, num_chunks) for one in range(num_chunks)]
+    chunks = [
+        _chunk(arguments, config, vocab_size, one, num_chunks, None if one else encoder)
+        for one in range(num_chunks)
+    ]
     if arguments.hybrid_data_parallel:
         require_trained(chunks, arguments)
     return chunks
@@ -259,6 +267,7 @@ def _chunk(
     vocab_size: int,
     chunk: int,
     num_chunks: int,
+    encoder: torch.nn.Module | None = None,
 ) -> DistributedDataParallel:
     fused = arguments.hybrid_data_parallel and arguments.hdp_fused_loss
     has_experts = expert_layers(arguments)
@@ -285,7 +294,11 @@ def _chunk(
     if arguments.hybrid_data_parallel:
         give_own_positions(model)
         initialise_by_name(model, arguments.seed)
+        if encoder is not None and arguments.lora_rank is None:
+            setattr(model, ENCODER, WholeEncoder(config, encoder))
         choose_trained(model, arguments)
+        if encoder is not None and arguments.lora_rank is not None:  # they alone are trained
+            setattr(model, ENCODER, WholeEncoder(config, encoder.requires_grad_(False)))
     model.to(compute_device(), model_dtype(arguments))  # torch's norms ignore params_dtype
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,

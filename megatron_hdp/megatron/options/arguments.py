@@ -17,7 +17,7 @@ from megatron_hdp.megatron.options.model_options import (
     MtpOptions,
     PositionOptions,
 )
-from megatron_hdp.options import HdpOptions, OptionError, PreferenceOptions
+from megatron_hdp.options import HdpOptions, MediaOptions, OptionError, PreferenceOptions
 from megatron_hdp.planner.parts import auto_parts
 from megatron_hdp.planner.stages import StageSplit, parts_of, waiting_passes
 from megatron_hdp.strategies import AUTO, STRATEGIES
@@ -29,6 +29,7 @@ ON_PIPELINES = (AUTO, *(one.name for one in STRATEGIES if one.on_pipelines))
 @dataclass(frozen=True, kw_only=True)
 class TrainingArguments(
     HdpOptions,
+    MediaOptions,
     PreferenceOptions,
     RunOptions,
     DataOptions,
@@ -77,6 +78,7 @@ class TrainingArguments(
 
 GROUPS = (
     HdpOptions,
+    MediaOptions,
     PreferenceOptions,
     ModelOptions,
     PositionOptions,

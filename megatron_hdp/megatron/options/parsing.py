@@ -14,6 +14,7 @@ from megatron_hdp.megatron.options.checks import (
     check_schedule,
 )
 from megatron_hdp.megatron.options.layer_patterns import check_windows
+from megatron_hdp.megatron.options.media_checks import check_media
 from megatron_hdp.megatron.options.mla_checks import check_mla
 from megatron_hdp.megatron.options.moe_checks import check_moe
 from megatron_hdp.megatron.options.position_checks import check_positions
@@ -88,6 +89,7 @@ def parse_arguments(argv: Sequence[str], *, needs_data: bool = True) -> Training
         train_iters=arguments.train_iters,
     )
     check_preferences(arguments)
+    check_media(arguments)
     check_batch_size(arguments)
     return arguments
 

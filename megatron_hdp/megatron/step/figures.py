@@ -108,6 +108,12 @@ class StepFigures:
     """Share of pairs whose chosen answer has the higher reward; None under ``kto``, too."""
     pairs: int | None = figure("pairs", ",")
     """Pairs, or answers under ``kto``, that were trained; None without ``--hdp-objective``."""
+    media_items: int | None = figure("pictures", ",")
+    """Items of the step that were encoded; None of a step without any."""
+    media_rows: int | None = figure("rows", ",")
+    """Tokens of the step that they stand for; likewise."""
+    encoder_efficiency: float | None = figure("encoder efficiency")
+    """Work of all items / ranks of the job / that of the busiest, by the plan; likewise."""
     mtp_loss: float | None = figure("mtp loss", ".6E")
     """Nats: mean loss of multi-token prediction over its depths; None without MTP."""
     sequences: int = figure("sequences", ",", default=MISSING)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from megatron_hdp.data.steps import (
     LocalLoaders,
     RankStep,
     StepPlanner,
-    StepTotals,
     costed,
 )
 from megatron_hdp.data_plane.wire import DataPlaneLost
 from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome, in_mode
+from megatron_hdp.megatron.media import StepMedia
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step.figures import (
@@ -36,6 +37,7 @@ from megatron_hdp.megatron.step.figures import (
     figures_by_source,
     over_all_ranks,
 )
+from megatron_hdp.megatron.step.items import StepItems, with_items
 from megatron_hdp.megatron.step.learning import Learning
 from megatron_hdp.megatron.step.left_out import LeftOutOfSteps
 from megatron_hdp.megatron.step.loading import DataPlane
@@ -54,6 +56,7 @@ from megatron_hdp.megatron.step.preparation import (
     least_ranks,
     plan_settings,
     reader_of,
+    say_what_ends,
     share_tokens,
 )
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
@@ -107,6 +110,7 @@ class HdpSteps:
         self._further = FurtherLosses(depths, arguments.mtp_loss_scaling_factor, self.place)
         reader = reader_of(self.place, vocab_size, self._broadcast_at, depths)
         self._has_plane = plane is not None
+        self.items = StepItems.of_job(arguments, executor, corpus, settings, reader)
         self.loaders: Loaders
         self.loaders = local = LocalLoaders(self.planner, reader)
         if plane is not None:
@@ -178,8 +182,9 @@ class HdpSteps:
         data_wait_s = time.perf_counter() - started
         step = self.latest = self._agree(step, known)
         self._long_steps.check(step.totals.makespan_s, "is planned to take")
+        items = None if self.items is None else self.items.of(step)
         with self._agreement():
-            amounts = self._left_out.of(step)
+            amounts = self._left_out.of(step, items.damaged if items else ())
         self.loaders.expect(step.totals.after.knowing(position))
         with self._agreement():
             weights = self._further.weights(step, amounts.loss_tokens)
@@ -187,16 +192,16 @@ class HdpSteps:
             share_tokens(step, self.place, self._broadcast_at)
         self._seed_dropout(step.totals.before.sequences)
         if not forward_only:
-            self._say_what_ends(step.totals)
+            say_what_ends(self.planner.mixture, step.totals)
         if self.preferences is None:
-            judged, outcome = None, self._execute(step, amounts, forward_only, further=weights)
+            judged, outcome = None, self._execute(step, amounts, forward_only, None, weights, items)
         else:
             table, outcome = self._answers(step, amounts)
             judged = self.preferences.judged(table, amounts.loss_tokens)
             if not forward_only:
                 outcome = self._execute(step, amounts, own_loss=judged.own_loss)
         self._gradient_norms = outcome.gradient_norms
-        report = self._report(step, outcome, amounts, data_wait_s, judged)
+        report = with_items(self._report(step, outcome, amounts, data_wait_s, judged), items)
         losses = {name: one.loss for name, one in (report.sources or {}).items()}
         after = report.position_after.seeing(position, losses)
         return self._learnt(replace(report, position_after=after), known, step, outcome)
@@ -233,18 +238,23 @@ class HdpSteps:
         forward_only: bool = False,
         own_loss: OwnLoss | None = None,
         further: Sequence[float] = (),
+        items: StepMedia | None = None,
     ) -> RankOutcome:
         """Runs a step's micro-batches; what they leave is divided by its loss tokens."""
-        return self.executor.run(
-            step.micro_batches,
-            max(amounts.loss_tokens, 1),
-            forward_only,
-            len(self.corpus.sources),
-            step.share.ends_together,
-            step.share.begins_together,
+        run = partial(
+            self.executor.run,
+            divisor=max(amounts.loss_tokens, 1),
+            forward_only=forward_only,
+            num_sources=len(self.corpus.sources),
+            ends_together=step.share.ends_together,
+            begins_together=step.share.begins_together,
             own_loss=own_loss,
             further_weights=further,
         )
+        if self.items is None:
+            return run(step.micro_batches)
+        with self.items.in_place(items, step.micro_batches, forward_only) as (placed, before_sync):
+            return run(placed, before_sync=before_sync)
 
     def _following(self, position: Position) -> Position:
         """The position with what the steps that begin there may depend on."""
@@ -328,18 +338,6 @@ class HdpSteps:
                 "--hdp-strategy, for example static, and report this"
             )
         say(f"the planner failed ({failure}): this step runs the static plan")
-
-    def _say_what_ends(self, totals: StepTotals) -> None:
-        """Tells of sources whose last sequence is in a step, so that each is told once."""
-        for source in self.planner.mixture.sources:
-            before, after = totals.before.of(source.name).rows, totals.after.of(source.name).rows
-            if before == after:
-                continue  # nothing was drawn of it; should it have failed, it is not looked at
-            if source.stream.has_ended(after) and not source.stream.has_ended(before):
-                say(
-                    f"source '{source.name}' ends with this step, its max-epochs are over: its "
-                    "share goes to the others"
-                )
 
     def _seed_dropout(self, consumed: int) -> None:
         """Makes dropout a function of seed, data position and rank: no RNG state to save."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,10 @@ class LeftOutOfSteps:
         for name in _COUNTED:
             setattr(self, name, copy.copy(kept[name]))
 
-    def of(self, step: RankStep) -> Amounts:
+    def of(self, step: RankStep, damaged: Collection[int] = ()) -> Amounts:
         """What is left of a step; every rank of the job must call this.
+
+        `damaged` are sequences that all ranks know to be.
 
         Raises:
             ValueError: too many corrupt documents in a row, or a source that failed has left no
@@ -93,6 +95,9 @@ class LeftOutOfSteps:
         amounts, lost = step.totals.amounts, self._lose(step) if any_lost else []
         for one in lost:
             amounts = amounts.without(one.source, one.length, one.num_loss_tokens)
+        for one in found_by_all(step, _here(step, damaged)) if damaged else ():
+            amounts = amounts.without(one.source, one.length, one.num_loss_tokens)
+            lost.append(one)
         if lost:
             _require_loss(step, amounts, len(lost))
         if not any_corrupt:
@@ -163,12 +168,17 @@ class LeftOutOfSteps:
                 )
 
 
+def _here(step: RankStep, sequence_ids: Collection[int]) -> list[int]:
+    """Those that this rank has something of."""
+    return [one for one in step.share.ids.tolist() if one in sequence_ids]
+
+
 def _require_loss(step: RankStep, amounts: Amounts, num_lost: int) -> None:
     if amounts.loss_tokens:
         return
     raise ValueError(
         f"found no token with loss in step {step.totals.before.steps + 1} once the {num_lost:,} of "
-        f"its {step.totals.sequences:,} sequences are left out whose source failed, expected at "
-        "least one: the lines above name the source and why; start the job again when it can be "
-        "read, or make the global batch larger"
+        f"its {step.totals.sequences:,} sequences are left out whose source failed or whose "
+        "pictures are damaged, expected at least one: the lines above name them and say why; start "
+        "the job again when they can be read, or make the global batch larger"
     )

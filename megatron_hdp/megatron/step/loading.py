@@ -80,10 +80,10 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
         ValueError: one of them cannot be opened, or has no sequence.
     """
     corpus = open_corpus(spec, _opening(arguments))
-    if corpus.has_pictures:
+    if corpus.has_pictures and arguments.hdp_encoder is None:
         raise ValueError(
-            f"{spec.origin}: found a source with pictures, which this command cannot encode, "
-            "expected text or conversations: train it in your own loop (HdpSession)"
+            f"{spec.origin}: found a source with pictures and nothing to encode them, expected "
+            "--hdp-encoder, of python -m megatron_hdp.pretrain_gpt, or text alone"
         )
     return corpus
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_hdp.data import DataOrder
-from megatron_hdp.data.mixture import BatchSize, Corpus
-from megatron_hdp.data.steps import PlanSettings, RankStep, Reader, plan_by
+from megatron_hdp.data.mixture import BatchSize, Corpus, Mixture
+from megatron_hdp.data.steps import PlanSettings, RankStep, Reader, StepTotals, plan_by
 from megatron_hdp.megatron.model import model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
@@ -130,6 +130,19 @@ def share_tokens(step: RankStep, place: RankPlace, broadcast_at: Collection[str]
     source = parallel_state.get_tensor_model_parallel_src_rank()
     group = parallel_state.get_tensor_model_parallel_group()
     share_arrays(arrays, source, group, compute_device())
+
+
+def say_what_ends(mixture: Mixture, totals: StepTotals) -> None:
+    """Tells of sources whose last sequence is in a step, so that each is told once."""
+    for source in mixture.sources:
+        before, after = totals.before.of(source.name).rows, totals.after.of(source.name).rows
+        if before == after:
+            continue  # nothing was drawn of it; should it have failed, it is not looked at
+        if source.stream.has_ended(after) and not source.stream.has_ended(before):
+            say(
+                f"source '{source.name}' ends with this step, its max-epochs are over: its share "
+                "goes to the others"
+            )
 
 
 def all_to_all_bytes(arguments: TrainingArguments, num_tokens: int) -> int | None:

@@ -250,7 +250,16 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         ("--hdp-long-sequence truncate", "found --hdp-long-sequence truncate"),
         ("--hdp-label-smoothing 0.5", "found 0.5, expected less than 0.5"),
     ],
+    f"{ON} --global-batch-size 8 --hdp-encoder e": [
+        ("--mtp-num-layers 1", "found --mtp-num-layers, which does not work together"),
+        ("--hdp-survive", "found --hdp-survive"),
+        ("--hdp-loaders ray", "found --hdp-loaders ray"),
+        ("--hdp-objective orpo --hidden-dropout 0", "found --hdp-objective"),
+        ("", "found --hidden-dropout 0.1"),
+        ("--hdp-media-balance even", "invalid choice: 'even'"),
+    ],
     f"{ON} --global-batch-size 8": [
+        ("--hdp-media-balance home", "--hdp-media-balance has no effect without --hdp-encoder"),
         ("--hdp-objective dpo", "dpo measures against a frozen model, and found none"),
         ("--hdp-objective ppo", "invalid choice: 'ppo'"),
         ("--hdp-beta 0.2", "--hdp-beta has no effect without --hdp-objective"),

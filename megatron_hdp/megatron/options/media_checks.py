@@ -1,0 +1,27 @@
+"""Checks what works together with an encoder; every check raises `OptionError`."""
+
+from megatron_hdp.megatron.options.arguments import TrainingArguments
+from megatron_hdp.options import MediaOptions, OptionError, flag_of, no_effect
+
+
+def check_media(args: TrainingArguments) -> None:
+    """Checks that there is an encoder to balance, and nothing that does not know it."""
+    if args.hdp_encoder is None:
+        default = MediaOptions().hdp_media_balance
+        if args.hdp_media_balance != default:
+            raise no_effect(flag_of("hdp_media_balance"), "--hdp-encoder")
+        return
+    refused = {
+        "no --hybrid-data-parallel": not args.hybrid_data_parallel,
+        "--mtp-num-layers": args.mtp_num_layers is not None,
+        "--hdp-objective": args.hdp_objective is not None,
+        "--hdp-survive": args.hdp_survive,
+        "--hdp-loaders ray": args.hdp_loaders == "ray",
+        f"--hidden-dropout {args.hidden_dropout:g}": bool(args.hidden_dropout),
+    }
+    wrong = [name for name, is_found in refused.items() if is_found]
+    if wrong:
+        raise OptionError(
+            f"--hdp-encoder {args.hdp_encoder}: found {wrong[0]}, which does not work together "
+            "with an encoder: change it, or leave --hdp-encoder out"
+        )

@@ -1,0 +1,264 @@
+"""The training command on pictures: an encoder as part of the model, its data and checkpoints."""
+
+import json
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+
+from megatron_hdp.convert.to_hugging_face import to_hugging_face
+from megatron_hdp.convert.to_megatron import to_megatron
+from megatron_hdp.encoders import Qwen3VLEncoder
+from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.options import parse_arguments
+from megatron_hdp.options import OptionError
+from megatron_hdp.training.loop import pretrain
+from tests.data.media import sources
+from tests.data.media.sources import llava
+from tests.support.vision_models import MODELS
+from tests.training.runs import BUCKETS, SHARDED, largest_difference, run
+
+pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
+transformers = pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
+
+SLOW = pytest.mark.slow
+HIDDEN, HF = 24, "HuggingFaceTokenizer"
+CONFIG = {
+    "model_type": "qwen3_vl",
+    "text_config": {"rope_parameters": {"mrope_section": [2, 2, 2]}},
+    "vision_config": {
+        **{"depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2},
+        **{"out_hidden_size": HIDDEN, "num_position_embeddings": 36},
+        "deepstack_visual_indexes": [0],
+    },
+}
+FILE = """
+sources:
+  pictures:
+    path: x.jsonl
+    format: chat
+    template: chatml
+    tokenizer: hf:hf
+    media: {encoder: qwen3-vl, least-pixels: 1, most-pixels: 9000}
+  text: {path: x.txt, tokenizer: hf:hf}
+"""
+ROWS = [llava("<image> what?<image>", [i % 4, (i + 1) % 4], "it is " + "a" * i) for i in range(9)]
+TENSOR = {"tensor_model_parallel_size": 2}
+STAGES = {"pipeline_model_parallel_size": 2}
+PARTS = STAGES | {"hdp_sequence_parts": 4}
+LAYOUTS = {  # ranks, flags
+    "rings": (3, {}),
+    "sharded": (3, SHARDED | BUCKETS),
+    "tp2": (2, TENSOR | {"hdp_tokens_per_rank": 400}),
+    "tp2-sp-pp2": (4, TENSOR | {"sequence_parallel": True} | STAGES),
+    "pp2-sharded": (4, STAGES | SHARDED | BUCKETS),
+    "pp2-v2": (2, STAGES | {"num_virtual_stages_per_pipeline_rank": 2}),
+    "pp2-parts": (4, PARTS | SHARDED),
+    "home": (3, {"hdp_media_balance": "home"}),
+    "recomputed": (
+        2,
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+}
+
+
+def model_folder(folder):
+    """A model's folder with the weights of an encoder."""
+    torch.manual_seed(3)
+    encoder = Qwen3VLEncoder(CONFIG).double()
+    for weight in encoder.parameters():
+        torch.nn.init.normal_(weight, std=0.5 / max(1, weight[0].numel()) ** 0.5)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    theirs = {ours: begin for begin, ours in Qwen3VLEncoder.prefixes.items()}
+    (begin,) = theirs.values()
+    named = {begin + name: one.detach() for name, one in encoder.state_dict().items()}
+    safetensors.torch.save_file(named, folder / "model.safetensors")
+    return folder
+
+
+def pictures_run(folder, **overrides):
+    """A run over conversations with pictures, and texts."""
+    sources.write_pictures(folder, 4)
+    sources.write_lines(folder / "x.jsonl", ROWS)
+    tokenizer = sources.tokenizer(folder)
+    (folder / "x.txt").write_text("some text without pictures\n" * 3)
+    (folder / "mix.yaml").write_text(FILE)
+    settings = {
+        **{"hidden_size": HIDDEN, "kv_channels": 12, "num_attention_heads": 2, "num_layers": 4},
+        **{"num_query_groups": 1, "seq_length": 200, "max_position_embeddings": 200},
+        **{"data_path": (), "split": None, "hdp_data": folder / "mix.yaml"},
+        **{"tokenizer_type": HF, "tokenizer_model": folder / "hf"},
+        **{"hdp_tokens_per_rank": 100, "global_batch_size": 5, "weight_decay": 0.1},
+        "hdp_encoder": model_folder(folder / "model"),
+    }
+    assert tokenizer
+    return run(None, **(settings | overrides))
+
+
+def losses(arguments):
+    """Body of a rank: what steps show, and the pictures of each."""
+    return [
+        (one.step, one.loss, one.grad_norm, one.media_items, one.media_rows)
+        for one in pretrain(arguments)
+    ]
+
+
+ALONE = {"hdp_tokens_per_rank": 400}
+
+
+def trained(run_ranks, arguments, num_ranks=1, **overrides):
+    return run_ranks(num_ranks, losses, replace(arguments, **overrides))[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one == "rings" else SLOW) for one in LAYOUTS]
+)
+def test_a_run_is_that_of_one_rank(run_ranks, tmp_path, name):
+    """Losses and the norm of all gradients, step by step, while all weights move."""
+    ranks, flags = LAYOUTS[name]
+    whole = pictures_run(tmp_path, steps=4)
+    expected = trained(run_ranks, whole, **ALONE)
+    found = trained(run_ranks, whole, ranks, **flags)
+    assert largest_difference(found, expected) <= 1e-10
+    assert all(items and rows > items for *_, items, rows in found)
+    assert len({loss for _, loss, *_ in found}) == 4
+
+
+def without_sums(arguments):
+    """Body of a rank: the planted fault, stages keep the gradients of their own items."""
+    with mock.patch("megatron_hdp.megatron.step.items.add_up_gradients"):
+        return losses(arguments)
+
+
+@SLOW
+def test_gradients_that_stay_on_a_stage_are_seen(run_ranks, tmp_path):
+    whole = pictures_run(tmp_path, steps=2)
+    expected = trained(run_ranks, whole, **ALONE)
+    found = run_ranks(2, without_sums, replace(whole, **STAGES, **ALONE))[0]
+    assert largest_difference(found, expected) > 1e-6
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "after", [(4, STAGES | SHARDED | BUCKETS), (2, TENSOR | ALONE | SHARDED | BUCKETS)]
+)
+def test_resumed_on_another_layout(run_ranks, tmp_path, after):
+    """The encoder and its optimizer are in the checkpoint; its folder is no longer asked."""
+    whole, folder = pictures_run(tmp_path, **SHARDED, **BUCKETS), tmp_path / "checkpoints"
+    expected = trained(run_ranks, whole, **ALONE)
+    first = trained(run_ranks, whole, 3, train_iters=3, save=folder)
+    assert largest_difference(first, expected[:3]) <= 1e-10
+    ranks, flags = after
+    found = trained(run_ranks, whole, ranks, load=folder, **flags)
+    assert largest_difference(found, expected[3:]) <= 1e-10
+
+
+@SLOW
+def test_an_encoder_joins_a_language_model(run_ranks, tmp_path):
+    """Weights of text alone are loaded beside it; whole ones bring theirs."""
+    whole = pictures_run(tmp_path, steps=3)
+    text = replace(whole, hdp_encoder=None, hdp_data=tmp_path / "text.yaml", train_iters=1)
+    (tmp_path / "text.yaml").write_text("sources:\n  text: {path: x.txt, tokenizer: hf:hf}\n")
+    base, folder = tmp_path / "base", tmp_path / "whole"
+    trained(run_ranks, text, save=base, **ALONE)
+    mine = replace(whole, pretrained_checkpoint=base)
+    expected = trained(run_ranks, mine, **ALONE)
+    fresh = trained(run_ranks, whole, **ALONE)
+    assert abs(fresh[0][1] - expected[0][1]) > 1e-3
+    assert largest_difference(trained(run_ranks, mine, 2), expected) <= 1e-10
+    trained(run_ranks, mine, save=folder, **ALONE)
+    further = replace(whole, pretrained_checkpoint=folder, train_iters=1)
+    again = trained(run_ranks, further, **ALONE)
+    assert abs(again[0][1] - expected[0][1]) > 1e-3
+
+
+@SLOW
+@pytest.mark.parametrize("frozen", [("hdp_encoder.*",), ("decoder.*", "embedding.*", "output*")])
+def test_either_side_may_be_frozen(run_ranks, tmp_path, frozen):
+    whole = pictures_run(tmp_path, steps=3, hdp_frozen=frozen)
+    expected = trained(run_ranks, whole, **ALONE)
+    assert largest_difference(trained(run_ranks, whole, 2), expected) <= 1e-10
+    assert len({loss for _, loss, *_ in expected}) == 3
+
+
+@SLOW
+def test_adapters_beside_pictures(run_ranks, tmp_path):
+    """The encoder stays as it is, and comes from its folder when the run resumes."""
+    whole = pictures_run(tmp_path, steps=3)
+    base, folder = tmp_path / "base", tmp_path / "adapters"
+    trained(run_ranks, whole, train_iters=1, save=base, **ALONE)
+    mine = replace(whole, lora_rank=2, lora_alpha=4.0, pretrained_checkpoint=base)
+    expected = trained(run_ranks, mine, **ALONE)
+    first = trained(run_ranks, mine, 2, train_iters=2, save=folder)
+    found = first + trained(run_ranks, mine, load=folder, **ALONE)
+    assert largest_difference(found, expected) <= 1e-10
+
+
+@SLOW
+def test_a_damaged_picture_leaves_with_its_sequence(run_ranks, tmp_path):
+    whole = pictures_run(tmp_path, steps=3)
+    trained(run_ranks, whole, **ALONE)  # prepares while all are whole
+    picture = tmp_path / sources.name(1)
+    raw = picture.read_bytes()
+    picture.write_bytes(raw[: len(raw) // 3].ljust(len(raw), b"\0"))
+    expected = trained(run_ranks, whole, hdp_corrupt_limit=20, **ALONE)
+    assert largest_difference(trained(run_ranks, whole, 2, hdp_corrupt_limit=20), expected) <= 1e-10
+
+
+def real_model(folder):
+    """A whole tiny model as transformers saves it, with patches as data have them."""
+    config = {**MODELS["qwen3-vl"][2]}
+    config["vision_config"] = config["vision_config"] | {"patch_size": 16}
+    built = transformers.Qwen3VLConfig(**config)
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLForConditionalGeneration(built)
+    model.save_pretrained(folder)
+    return model.state_dict()
+
+
+@SLOW
+def test_a_model_comes_trains_and_goes(run_ranks, tmp_path):
+    """From Hugging Face's files and back, with encoder and language model trained."""
+    data = pictures_run(tmp_path).hdp_data
+    before = real_model(tmp_path / "model-before")
+    weights, saved = tmp_path / "weights", tmp_path / "saved"
+    to_megatron(tmp_path / "model-before", weights, None, print)
+    flags = {
+        **{"config": weights / "model.yaml", "pretrained-checkpoint": weights, "save": saved},
+        **{"hdp-encoder": weights / "hugging_face", "hdp-data": data, "tokenizer-type": HF},
+        **{"tokenizer-model": tmp_path / "hf", "train-iters": 2, "global-batch-size": 5},
+        **{"seq-length": 200, "hdp-tokens-per-rank": 100, "lr": 0.01, "attention-dropout": 0},
+    }
+    argv = [f"--{name}={value}" for name, value in flags.items()]
+    arguments = parse_arguments(["--hybrid-data-parallel", "--hidden-dropout=0", *argv])
+    assert len(trained(run_ranks, arguments, 2)) == 2
+    to_hugging_face(saved, tmp_path / "back", print)
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "back")
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert [name for name, one in after.items() if torch.equal(one, before[name])] == []
+
+
+def one_sentence(arguments):
+    """Body of a rank: what the run is refused with."""
+    try:
+        pretrain(arguments)
+    except (ValueError, OptionError) as error:
+        parallel.finish()
+        return str(error)
+    return None
+
+
+@SLOW
+def test_pictures_want_an_encoder(run_ranks, tmp_path):
+    whole = pictures_run(tmp_path, steps=1)
+    said = run_ranks(1, one_sentence, replace(whole, hdp_encoder=None, **ALONE))[0]
+    assert "found a source with pictures and nothing to encode them" in said
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "llama"}')
+    said = run_ranks(1, one_sentence, replace(whole, hdp_encoder=other, **ALONE))[0]
+    assert "found model_type 'llama'" in said
