@@ -19,7 +19,7 @@ constexpr int kSketchIterations = 3;
 constexpr int kDraftIterations = 2;
 
 // A sketch so much slower than the best one is not corrected, once and twice.
-constexpr double kWorthCorrecting[kSketchIterations - 1] = {1.1, 1.03};
+constexpr double kWorthCorrecting[kSketchIterations - 1] = {1.15, 1.03};
 
 // What a slot costs besides, in operations.
 constexpr int64_t kSlotWork = 8;

@@ -46,7 +46,7 @@ constexpr int64_t kSeatWork = 50;
 
 // A sketch that is so far above what no plan can beat is worth all of that; one that is nearer a
 // share of it; one as near as kCloseEnough nothing.
-constexpr double kWorthAll = 0.1;
+constexpr double kWorthAll = 0.04;
 constexpr double kCloseEnough = 0.01;
 
 // Sketches that are worked out at the same time, if work is left for so many, and plans.
