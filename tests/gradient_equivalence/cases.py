@@ -384,10 +384,9 @@ CASES |= frozen(CASES) | with_adapters(CASES)
 
 SMOKE = "yarn-some-layers"
 QUICK = {  # each model, layout and feature once, briefly; the other rows are slow
-    *("mqa-tp2-sp", "pp2-v2", "parts/pp2-mtp", "parts/virtual-experts"),
+    *("parts/pp2-mtp", "parts/virtual-experts"),
     *("streams/pp2", "recomputed/pp2-parts", "double-rings/alone"),
-    *("distributed-optimizer-pipeline", "frozen/full-recompute", "corrupt"),
-    "adapters/mqa-tp2-sp",
+    *("frozen/full-recompute", "corrupt", "adapters/mqa-tp2-sp"),
     *(SMOKE, "both-tensor", "layer-scaling", "taken-over-window"),
     *("mtp-latent", "mla-latent-tp2-sp", "uneven-virtual-empty"),
     *("moe-shared-and-across", "moe-distributed-optimizer"),

@@ -15,6 +15,7 @@ from tests.support.media import errors_of
 from tests.support.own_loop import arguments_of, session_of
 
 SLOW = pytest.mark.slow
+QUICK = {"qwen3-vl"}  # rows for several layers; tests/encoders has every encoder
 WIDE = {"kv_channels": 12, "num_layers": 4}
 
 
@@ -24,7 +25,7 @@ def arguments_with(overrides=None):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=SLOW if one == "qwen2-audio" else ()) for one in ITEMS_OF]
+    "family", [pytest.param(one, marks=() if one in QUICK else SLOW) for one in ITEMS_OF]
 )
 def test_rings(run_ranks, family):
     """Items across the slices of rings."""

@@ -31,10 +31,7 @@ def test_rings_of_any_plan(run_ranks):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=() if name in ("tp2-overlap", "pp2-v2") else SLOW)
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=() if name == "pp2-v2" else SLOW) for name in LAYOUTS],
 )
 def test_layouts(run_ranks, layout):
     """Tensor ranks with their own share of tokens, stages without any, streams that run twice."""

@@ -47,6 +47,7 @@ def test_a_small_run(checkout):
     check(run_script(SCRIPT, "--megatron-lm", str(checkout), *SMALL, "2"), rounds=2)
 
 
+@pytest.mark.slow
 def test_other_bytes_are_no_result(checkout):
     tool = checkout / "tools" / "preprocess_data.py"
     tool.write_text(STAND_IN.replace('"--workers", given', '"--no-append-eod", "--workers", given'))
