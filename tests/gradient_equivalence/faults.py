@@ -101,8 +101,8 @@ def finalize_with_one_token_too_many(self, step, num_loss_tokens, *args, **kwarg
     return FINALIZE(self, step, num_loss_tokens + 1, *args, **kwargs)
 
 
-def finalize_with_doubled_experts(self, step, num_loss_tokens, model, *args, **kwargs):
-    FINALIZE(self, step, num_loss_tokens, model, *args, **kwargs)
+def finalize_with_doubled_experts(self, step, divisor, before_sync, model, *args, **kwargs):
+    FINALIZE(self, step, divisor, before_sync, model, *args, **kwargs)
     for chunk in model:
         for buffer in chunk.expert_parallel_buffers:
             buffer.scale_gradients(2.0)
