@@ -5,8 +5,8 @@
 #   smoke        after a change of a line: planner, rings, one gradient-equivalence test, one run;
 #                no types, at most 90 s
 #   all          the long tests too: hours
-#   WORKERS=3    tests that run at a time, many of which wait (0: one after the other, which -x and
-#                --pdb want)
+#   WORKERS=2    tests that run at a time; each worker collects for itself, 15 seconds of CPU (0: one
+#                after the other, which -x and --pdb want)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
@@ -29,6 +29,6 @@ export OMP_NUM_THREADS=1
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 [[ $suite == smoke ]] || "$PYTHON" -m mypy
-"$PYTHON" -m pytest --numprocesses "${WORKERS:-3}" --dist loadfile \
+"$PYTHON" -m pytest --numprocesses "${WORKERS:-2}" --dist loadfile \
     --no-loadscope-reorder \
     ${selection[@]+"${selection[@]}"} "$@"

@@ -385,7 +385,7 @@ CASES |= frozen(CASES) | with_adapters(CASES)
 SMOKE = "yarn-some-layers"
 QUICK = {  # each model, layout and feature once, briefly; the other rows are slow
     *("parts/pp2-mtp", "parts/virtual-experts"),
-    *("streams/pp2", "recomputed/pp2-parts", "double-rings/alone"),
+    *("streams/pp2", "double-rings/alone"),
     *("frozen/full-recompute", "corrupt", "adapters/mqa-tp2-sp"),
     *(SMOKE, "both-tensor", "layer-scaling", "taken-over-window"),
     *("mtp-latent", "mla-latent-tp2-sp", "uneven-virtual-empty"),
