@@ -41,7 +41,10 @@ _PRELOAD = [
     "hypothesis",
     "megatron_hdp.megatron.execution.executor",
     "megatron_hdp.training.loop",
+    "tests.gradient_equivalence.faults",
     "tests.support.gradients",
+    "tests.support.own_loop",
+    "tests.training.runs",
 ]
 _SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
