@@ -4,11 +4,13 @@
 #
 #   NPROC=4    ranks, 1 to 8
 #   STEPS=9    steps
+#   PROFILE_S=10  seconds that a pass of the profile may take
 #   OUT=DIR    where data, cost model, metrics, traces and the picture go (default: runs/quickstart)
 set -euo pipefail
 
 NPROC=${NPROC:-4}
 STEPS=${STEPS:-9}
+PROFILE_S=${PROFILE_S:-10}
 [[ $NPROC =~ ^[1-8]$ ]] || { echo "error: NPROC=$NPROC: expected 1 to 8 ranks" >&2; exit 1; }
 [[ $STEPS =~ ^[1-9][0-9]{0,3}$ ]] ||
     { echo "error: STEPS=$STEPS: expected a number of steps, 1 to 9999" >&2; exit 1; }
@@ -54,7 +56,7 @@ echo "== ranks: $NPROC of $capacity tokens, so that together they hold the longe
 echo
 echo "== profile: what a micro-batch takes on this machine; the planner decides by it"
 ranks megatron_hdp.profile --config "$config" --hdp-tokens-per-rank "$capacity" \
-    --budget-seconds 10 --force --output "$cost_model" "$@" # a doubtful one is told of, and serves
+    --budget-seconds "$PROFILE_S" --force --output "$cost_model" "$@" # a doubtful one is told of, and serves
 train static static "$@"
 train hdp auto "$@"
 
