@@ -41,8 +41,8 @@ constexpr std::size_t kFamilies = 4;
 constexpr int kRounds = 2;
 
 // Operations that all sketches may run, for each unit of effort, and what a seat in a round counts.
-constexpr int64_t kWork = 25'000'000;
-constexpr int64_t kSeatWork = 50;
+constexpr int64_t kWork = 30'000'000;
+constexpr int64_t kSeatWork = 250;
 
 // A sketch that is so far above what no plan can beat is worth all of that; one that is nearer a
 // share of it; one as near as kCloseEnough nothing.
