@@ -257,6 +257,10 @@ def test_pictures_want_an_encoder(run_ranks, tmp_path):
     whole = pictures_run(tmp_path, steps=1)
     said = run_ranks(1, one_sentence, replace(whole, hdp_encoder=None, **ALONE))[0]
     assert "found a source with pictures and nothing to encode them" in said
+    with_plane = tmp_path / "plane.yaml"
+    with_plane.write_text(FILE + "loaders: {backend: ray}\n")
+    said = run_ranks(1, one_sentence, replace(whole, hdp_data=with_plane, **ALONE))[0]
+    assert "found loaders of a data plane (backend: ray) beside --hdp-encoder" in said
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "llama"}')

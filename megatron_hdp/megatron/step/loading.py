@@ -167,6 +167,12 @@ def loaders_spec(arguments: TrainingArguments) -> LoadersSpec:
     found = spec if backend is None else replace(spec, backend=backend)
     if training is not None and found.backend != "ray":
         _require_no_policy(training)
+    if found.backend == "ray" and arguments.hdp_encoder is not None:
+        raise ValueError(
+            f"{arguments.hdp_data}: found loaders of a data plane (backend: ray) beside "
+            "--hdp-encoder, expected loaders in the ranks: write loaders: {backend: local} or give "
+            "--hdp-loaders local"
+        )
     return found
 
 
