@@ -71,7 +71,7 @@ def differences(one, other, where="step"):
         keys = one if isinstance(one, dict) else range(len(one))
         return [name for k in keys for name in differences(one[k], other[k], f"{where}.{k}")]
     if hasattr(one, "__dataclass_fields__"):
-        names = [item.name for item in fields(one)]
+        names = [item.name for item in fields(one) if item.compare]
         pairs = [(getattr(one, name), getattr(other, name), name) for name in names]
         return [name for a, b, n in pairs for name in differences(a, b, f"{where}.{n}")]
     return [] if repr(one) == repr(other) else [where]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from megatron_hdp.data.mixture import Position
@@ -41,7 +41,7 @@ class RankStep:
     micro_batches: tuple[RankMicroBatch, ...]
     """Padding included, in the order in which they run."""
     lost: tuple[LostSource, ...] = ()
-    planned: PlannedStep | None = None
+    planned: PlannedStep | None = field(default=None, compare=False)
     """The whole step, where the rank has drawn it itself."""
 
 
