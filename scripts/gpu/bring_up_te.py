@@ -38,7 +38,7 @@ def unpack(bundle: Path, site: Path) -> None:
         return
     site.mkdir(parents=True, exist_ok=True)
     with tarfile.open(bundle / "te_py.tar.gz") as archive:
-        archive.extractall(site, filter="data")
+        _extract(archive, site)
     _decompress(_only(bundle, "libtransformer_engine*.so.xz"), library)
 
 
@@ -94,12 +94,20 @@ def version(environment: dict[str, str]) -> str | None:
     return None
 
 
+def _extract(archive: tarfile.TarFile, folder: Path) -> None:
+    """Files alone, none outside the folder; Python has no such check before 3.11.4."""
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(folder, filter="data")
+    else:
+        archive.extractall(folder)
+
+
 def _build(bundle: Path, folder: Path, environment: dict[str, str]) -> Path:
     """Compile the extension, which is C++ only; returns the file."""
     sources = folder / "build"
     shutil.rmtree(sources, ignore_errors=True)
     with tarfile.open(_only(bundle, "transformer_engine_torch-*.tar.gz")) as archive:
-        archive.extractall(sources, filter="data")
+        _extract(archive, sources)
     (tree,) = sources.iterdir()
     nvidia = Path(environment["LD_LIBRARY_PATH"].split(os.pathsep)[0]).parents[1]
     headers = [nvidia / name for name in ("cu13/include", "cudnn/include", "nccl/include")]

@@ -29,6 +29,7 @@ _KNOWN = {
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
 }
+_ENUMERATIONS = ("WriteItemType", "_MEM_FORMAT_ENCODING")
 _DTYPE = re.compile(r"bool|bfloat16|(float|u?int|complex)\d\w*")
 
 
@@ -54,6 +55,14 @@ def require_known(where: Path, module: str, name: str) -> None:
         raise ForeignClass(where, f"{module}.{name}")
 
 
+def is_getattr(module: str, name: str) -> bool:
+    """Whether it is by what Python 3.11.0 to 3.11.3 writes a member of an enumeration.
+
+    It takes the class and the member's name: whoever lets a list name it must look at both.
+    """
+    return module in ("builtins", "__builtin__") and name == "getattr"
+
+
 class _Anything(dict[Any, Any]):
     """Takes the place of whatever a list names: made of anything, it keeps nothing."""
 
@@ -67,14 +76,25 @@ class _Anything(dict[Any, Any]):
     __eq__ = object.__eq__
 
 
+class _Enumeration(_Anything):
+    """In the place of one of those."""
+
+
 class _Look(pickle.Unpickler):
     def __init__(self, path: Path, file: Any) -> None:
         super().__init__(file)
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
+        if is_getattr(module, name):
+            return self._member
         require_known(self._path, module, name)
-        return _Anything
+        return _Enumeration if name in _ENUMERATIONS else _Anything
+
+    def _member(self, kind: Any, name: Any) -> _Anything:
+        if kind is not _Enumeration:
+            raise ForeignClass(self._path, f"builtins.getattr of {name!r}")
+        return _Anything()
 
 
 def fault_of_list(folder: Path) -> str | None:

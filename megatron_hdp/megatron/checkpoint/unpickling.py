@@ -12,6 +12,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -21,7 +22,12 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_hdp.megatron.checkpoint.named_classes import METADATA, ForeignClass, require_known
+from megatron_hdp.megatron.checkpoint.named_classes import (
+    METADATA,
+    ForeignClass,
+    is_getattr,
+    require_known,
+)
 
 _NAMED_BY_TORCH = re.compile(r"GLOBAL (\S+)")
 
@@ -34,8 +40,16 @@ class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        if is_getattr(module, name):
+            return self._member
         require_known(self._where, module, name)
         return super().find_class(module, name)
+
+    def _member(self, kind: Any, name: Any) -> Any:
+        is_enumeration = isinstance(kind, type) and issubclass(kind, Enum)
+        if not is_enumeration or name not in kind.__members__:
+            raise ForeignClass(self._where, f"builtins.getattr of {name!r}")
+        return kind[name]
 
 
 def load_list(file: BinaryIO) -> Any:

@@ -10,9 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron_hdp.megatron.checkpoint import checksums, reading
 from megatron_hdp.megatron.checkpoint.checksums import FileSum
+from megatron_hdp.megatron.checkpoint.named_classes import ForeignClass, fault_of_list
 from megatron_hdp.megatron.checkpoint.unpickling import foreign_class, read_list
 from megatron_hdp.megatron.checkpoint.verification import verify
 from tests.megatron.checkpoint.small import save_small
@@ -51,6 +53,29 @@ READERS = {
     "list": (with_list, load_object),
     "object": (with_object, load_object),
 }
+
+
+class Member:
+    """Is written as Python 3.11.2 writes a member of an enumeration."""
+
+    def __init__(self, kind, name):
+        self._named = kind, name
+
+    def __reduce__(self):
+        return getattr, self._named
+
+
+def test_members_of_enumerations_are_data_and_nothing_else_of_a_class_is(tmp_path):
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps([WriteItemType.SHARD, Member(WriteItemType, "SHARD")]))
+    assert read_list(tmp_path) == [WriteItemType.SHARD] * 2
+    assert fault_of_list(tmp_path) is None
+    for named in (Member(Metadata, "__init__"), Member(WriteItemType, "mro"), Member([], "append")):
+        path.write_bytes(pickle.dumps(named))
+        with pytest.raises(ForeignClass, match="found builtins.getattr of"):
+            read_list(tmp_path)
+    path.write_bytes(pickle.dumps(Member(Metadata, "__init__")))
+    assert "found builtins.getattr of '__init__'" in fault_of_list(tmp_path)
 
 
 def test_sums_of_a_list_prove_nothing(tmp_path):
