@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -106,7 +107,7 @@ class ItemEncoder(torch.nn.Module):
         return ItemCostModel.from_encoder(self.shape, is_trained=is_trained)
 
 
-class PatchEncoder(ItemEncoder):
+class PatchEncoder(ItemEncoder, ABC):
     """An encoder of `Patches`.
 
     Args:
@@ -154,9 +155,9 @@ class PatchEncoder(ItemEncoder):
         numbers = [self._frames(self.pixels.of(one.to(weight.device))) for one in values]
         return self.encoded(torch.cat(numbers).to(weight.dtype), [one.grid for one in items])
 
+    @abstractmethod
     def encoded(self, patches: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Rows of normalised patches, ``[n, colours * frames * pixels]``."""
-        raise NotImplementedError
 
     def _frames(self, numbers: torch.Tensor) -> torch.Tensor:
         """A picture's patches, repeated for each frame of a temporal patch."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -83,4 +84,28 @@ class RotaryAttention(torch.nn.Module):
         """``[n, hidden]``."""
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(1)
         out: torch.Tensor = self.proj(blocks.attend(turned(query), turned(key), value))
+        return out
+
+
+class PatchEmbedding(torch.nn.Module):
+    """A projection of patches under the name that Qwen's files give it."""
+
+    def __init__(self, hidden: int, *patch: int, bias: bool) -> None:
+        super().__init__()
+        self.proj = PatchProjection(hidden, *patch, bias=bias)
+
+
+class RotaryLayer(torch.nn.Module):
+    """A layer of Qwen's encoders: attention and an MLP, each behind its norm."""
+
+    def __init__(self, hidden: int, heads: int, norms: Sequence[torch.nn.Module], mlp: Any) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn = RotaryAttention(hidden, heads)
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor, blocks: Blocks, turned: Rotation) -> torch.Tensor:
+        """``[n, hidden]``."""
+        x = x + self.attn(self.norm1(x), blocks, turned)
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
         return out

@@ -17,9 +17,9 @@ from megatron_hdp.encoders.base import (
 )
 from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of
 from megatron_hdp.encoders.layers import (
-    PatchProjection,
+    PatchEmbedding,
     RmsNorm,
-    RotaryAttention,
+    RotaryLayer,
     activation_of,
 )
 from megatron_hdp.media import Encoder, Patches, Resizing, RowGrid
@@ -55,18 +55,9 @@ class _Mlp(torch.nn.Module):
         return out
 
 
-class _Layer(torch.nn.Module):
-    def __init__(self, settings: _Settings) -> None:
-        super().__init__()
-        self.norm1 = RmsNorm(settings.hidden_size)
-        self.norm2 = RmsNorm(settings.hidden_size)
-        self.attn = RotaryAttention(settings.hidden_size, settings.num_heads)
-        self.mlp = _Mlp(settings)
-
-    def forward(self, x: torch.Tensor, blocks: Blocks, turned: Rotation) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), blocks, turned)
-        out: torch.Tensor = x + self.mlp(self.norm2(x))
-        return out
+def _layer(settings: _Settings) -> RotaryLayer:
+    norms = [RmsNorm(settings.hidden_size) for _ in range(2)]
+    return RotaryLayer(settings.hidden_size, settings.num_heads, norms, _Mlp(settings))
 
 
 class _Merger(torch.nn.Module):
@@ -84,14 +75,6 @@ class _Merger(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.mlp(self.ln_q(x).view(-1, self._merged))
         return out
-
-
-class _PatchEmbed(torch.nn.Module):
-    def __init__(self, settings: _Settings) -> None:
-        super().__init__()
-        patch = settings.patch_size
-        sizes = CHANNELS, settings.temporal_patch_size, patch, patch
-        self.proj = PatchProjection(settings.hidden_size, *sizes, bias=False)
 
 
 class Qwen25VLEncoder(PatchEncoder):
@@ -122,8 +105,16 @@ class Qwen25VLEncoder(PatchEncoder):
             window_patches=(self._window * merge) ** 2,
             row_hidden=settings.out_hidden_size,
         )
-        self.patch_embed = _PatchEmbed(settings)
-        self.blocks = torch.nn.ModuleList(_Layer(settings) for _ in range(settings.depth))
+        frames = settings.temporal_patch_size
+        self.patch_embed = PatchEmbedding(
+            settings.hidden_size,
+            CHANNELS,
+            frames,
+            settings.patch_size,
+            settings.patch_size,
+            bias=False,
+        )
+        self.blocks = torch.nn.ModuleList(_layer(settings) for _ in range(settings.depth))
         self.merger = _Merger(settings)
 
     def grid(self, item: Patches) -> RowGrid:

@@ -17,7 +17,7 @@ from megatron_hdp.encoders.base import (
     mrope_of,
 )
 from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of, wide
-from megatron_hdp.encoders.layers import PatchProjection, RotaryAttention, activation_of
+from megatron_hdp.encoders.layers import PatchEmbedding, RotaryLayer, activation_of
 from megatron_hdp.media import Encoder, Resizing
 
 _EPSILON = 1e-6
@@ -50,18 +50,9 @@ class _Mlp(torch.nn.Module):
         return out
 
 
-class _Layer(torch.nn.Module):
-    def __init__(self, settings: _Settings) -> None:
-        super().__init__()
-        self.norm1 = torch.nn.LayerNorm(settings.hidden_size, eps=_EPSILON)
-        self.norm2 = torch.nn.LayerNorm(settings.hidden_size, eps=_EPSILON)
-        self.attn = RotaryAttention(settings.hidden_size, settings.num_heads)
-        self.mlp = _Mlp(settings)
-
-    def forward(self, x: torch.Tensor, blocks: Blocks, turned: Rotation) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), blocks, turned)
-        out: torch.Tensor = x + self.mlp(self.norm2(x))
-        return out
+def _layer(settings: _Settings) -> RotaryLayer:
+    norms = [torch.nn.LayerNorm(settings.hidden_size, eps=_EPSILON) for _ in range(2)]
+    return RotaryLayer(settings.hidden_size, settings.num_heads, norms, _Mlp(settings))
 
 
 class _Merger(torch.nn.Module):
@@ -79,14 +70,6 @@ class _Merger(torch.nn.Module):
         rows = self.norm(x.view(-1, self._merged) if self._of_rows else x).view(-1, self._merged)
         out: torch.Tensor = self.linear_fc2(torch.nn.functional.gelu(self.linear_fc1(rows)))
         return out
-
-
-class _PatchEmbed(torch.nn.Module):
-    def __init__(self, settings: _Settings) -> None:
-        super().__init__()
-        patch = settings.patch_size
-        sizes = CHANNELS, settings.temporal_patch_size, patch, patch
-        self.proj = PatchProjection(settings.hidden_size, *sizes, bias=True)
 
 
 class Qwen3VLEncoder(PatchEncoder):
@@ -116,9 +99,17 @@ class Qwen3VLEncoder(PatchEncoder):
             projectors=self.levels,
             row_hidden=settings.out_hidden_size,
         )
-        self.patch_embed = _PatchEmbed(settings)
+        frames = settings.temporal_patch_size
+        self.patch_embed = PatchEmbedding(
+            settings.hidden_size,
+            CHANNELS,
+            frames,
+            settings.patch_size,
+            settings.patch_size,
+            bias=True,
+        )
         self.pos_embed = torch.nn.Embedding(settings.num_position_embeddings, settings.hidden_size)
-        self.blocks = torch.nn.ModuleList(_Layer(settings) for _ in range(settings.depth))
+        self.blocks = torch.nn.ModuleList(_layer(settings) for _ in range(settings.depth))
         self.merger = _Merger(settings, of_rows=False)
         self.deepstack_merger_list = torch.nn.ModuleList(
             _Merger(settings, of_rows=True) for _ in settings.deepstack_visual_indexes

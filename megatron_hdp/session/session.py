@@ -455,7 +455,7 @@ class HdpSession:
             require_plan(made, self._settings, self.cost_model, self.place.num_hdp_ranks)
             (share,) = shares_of(self._settings, checked.step(), made).of([self.place.hdp_rank])
             if self._media is not None and checked.items is not None:
-                checked.step_media = self._media.prepared(checked, checked.items, made)
+                checked.step_media = self._media.prepared(checked, checked.items, made, checked)
             return checked, made, share
 
         device = parallel.compute_device()

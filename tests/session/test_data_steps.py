@@ -13,24 +13,11 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.runtime.gathering import EveryRankError
 from megatron_hdp.session import DataSteps
 from tests.data.media import sources
-from tests.data.media.sources import llava
 from tests.support.gradients import VOCABULARY
 from tests.support.own_loop import HIDDEN, arguments_of, session_of
 
 pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
 pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
-
-FILE = """
-sources:
-  pictures:
-    path: x.jsonl
-    format: chat
-    template: chatml
-    tokenizer: hf:hf
-    media: {encoder: qwen3-vl, least-pixels: 1, most-pixels: 9000}
-  text: {path: x.txt, tokenizer: hf:hf}
-"""
-ROWS = [llava("<image> what?<image>", [i % 4, (i + 1) % 4], "it is " + "a" * i) for i in range(9)]
 
 
 class Encoder(torch.nn.Module):
@@ -53,12 +40,7 @@ class Encoder(torch.nn.Module):
 
 
 def write(folder):
-    sources.write_pictures(folder, 4)
-    sources.write_lines(folder / "x.jsonl", ROWS)
-    sources.tokenizer(folder)
-    (folder / "x.txt").write_text("some text without pictures")
-    (folder / "mix.yaml").write_text(FILE)
-    return folder / "mix.yaml"
+    return sources.write_mixture(folder, "some text without pictures")
 
 
 def steps_of(path, record=None, max_length=200, seed=1234):
@@ -175,15 +157,15 @@ def test_a_run_resumes(tmp_path):
     assert list(map(repr, found.media)) == list(map(repr, expected.media))
     with pytest.raises(ValueError, match="expected 1234"):
         steps_of(path, record, seed=5)
-    path.write_text(FILE.replace("9000", "4000"))
+    path.write_text(sources.MIXTURE.replace("9000", "4000"))
     with pytest.raises(ValueError, match="another order of source 'pictures'"):
         steps_of(path, record)
 
 
 def test_sources_end(tmp_path):
     path = write(tmp_path)
-    text = FILE.replace("x.txt,", "x.txt, max-epochs: 1,")
+    text = sources.MIXTURE.replace("x.txt,", "x.txt, max-epochs: 1,")
     path.write_text(text.replace("path: x.jsonl", "path: x.jsonl\n    max-epochs: 2"))
     batches = list(steps_of(path))
-    assert sum(len(one.tokens) for one in batches) == 2 * len(ROWS) + 1
-    assert sum(len(one.media) for one in batches) == 4 * len(ROWS)
+    assert sum(len(one.tokens) for one in batches) == 2 * len(sources.ROWS) + 1
+    assert sum(len(one.media) for one in batches) == 4 * len(sources.ROWS)

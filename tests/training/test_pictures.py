@@ -16,7 +16,6 @@ from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.options import OptionError
 from megatron_hdp.training.loop import pretrain
 from tests.data.media import sources
-from tests.data.media.sources import llava
 from tests.support.vision_models import MODELS
 from tests.training.runs import BUCKETS, SHARDED, largest_difference, run
 
@@ -34,17 +33,6 @@ CONFIG = {
         "deepstack_visual_indexes": [0],
     },
 }
-FILE = """
-sources:
-  pictures:
-    path: x.jsonl
-    format: chat
-    template: chatml
-    tokenizer: hf:hf
-    media: {encoder: qwen3-vl, least-pixels: 1, most-pixels: 9000}
-  text: {path: x.txt, tokenizer: hf:hf}
-"""
-ROWS = [llava("<image> what?<image>", [i % 4, (i + 1) % 4], "it is " + "a" * i) for i in range(9)]
 TENSOR = {"tensor_model_parallel_size": 2}
 STAGES = {"pipeline_model_parallel_size": 2}
 PARTS = STAGES | {"hdp_sequence_parts": 4}
@@ -81,20 +69,15 @@ def model_folder(folder):
 
 def pictures_run(folder, **overrides):
     """A run over conversations with pictures, and texts."""
-    sources.write_pictures(folder, 4)
-    sources.write_lines(folder / "x.jsonl", ROWS)
-    tokenizer = sources.tokenizer(folder)
-    (folder / "x.txt").write_text("some text without pictures\n" * 3)
-    (folder / "mix.yaml").write_text(FILE)
+    data = sources.write_mixture(folder, "some text without pictures\n" * 3)
     settings = {
         **{"hidden_size": HIDDEN, "kv_channels": 12, "num_attention_heads": 2, "num_layers": 4},
         **{"num_query_groups": 1, "seq_length": 200, "max_position_embeddings": 200},
-        **{"data_path": (), "split": None, "hdp_data": folder / "mix.yaml"},
+        **{"data_path": (), "split": None, "hdp_data": data},
         **{"tokenizer_type": HF, "tokenizer_model": folder / "hf"},
         **{"hdp_tokens_per_rank": 100, "global_batch_size": 5, "weight_decay": 0.1},
         "hdp_encoder": model_folder(folder / "model"),
     }
-    assert tokenizer
     return run(None, **(settings | overrides))
 
 
@@ -258,7 +241,7 @@ def test_pictures_want_an_encoder(run_ranks, tmp_path):
     said = run_ranks(1, one_sentence, replace(whole, hdp_encoder=None, **ALONE))[0]
     assert "found a source with pictures and nothing to encode them" in said
     with_plane = tmp_path / "plane.yaml"
-    with_plane.write_text(FILE + "loaders: {backend: ray}\n")
+    with_plane.write_text(sources.MIXTURE + "loaders: {backend: ray}\n")
     said = run_ranks(1, one_sentence, replace(whole, hdp_data=with_plane, **ALONE))[0]
     assert "found loaders of a data plane (backend: ray) beside --hdp-encoder" in said
     other = tmp_path / "other"

@@ -22,6 +22,7 @@ from megatron_hdp.data.steps import (
     PlanSettings,
     RankMicroBatch,
     Reader,
+    TokenSource,
     read_micro_batch,
     shares_of,
 )
@@ -69,13 +70,14 @@ class JobEncoder:
         """Of a row: all of its levels."""
         return self.levels * self.hidden
 
-    def prepared(self, batch: ItemHolder, media: BatchMedia, plan: Plan) -> StepMedia:
-        """What this rank does with a batch's items; communicates nothing."""
+    def prepared(
+        self, batch: ItemHolder, media: BatchMedia, plan: Plan, source: TokenSource
+    ) -> StepMedia:
+        """What this rank does with a batch's items; communicates nothing, and reads no token."""
         place = self.place
         wanted: list[Int64Array] = [np.zeros(0, dtype=np.int64)] * dist.get_world_size()
         first_slots = np.zeros(media.num_rows, dtype=np.int32)
         readers = np.zeros(media.num_rows, dtype=np.int32)
-        source = NoTokens()
         shares = shares_of(self._settings, batch.step(), plan)
         for share in shares.of(range(place.num_hdp_ranks)):
             reader = replace(self._reader, hdp_rank=share.hdp_rank)
@@ -140,18 +142,6 @@ class JobEncoder:
                 f"found rank {self._rank} of the job where rank {found} was expected: an encoder's "
                 "rows go by Megatron's order of ranks, tensor, data, pipeline"
             )
-
-
-class NoTokens:
-    """Is asked for nothing by a reader that reads neither tokens nor masks."""
-
-    def tokens(self, source: int, row: int, start: int, count: int) -> Int64Array:
-        """Has none."""
-        raise NotImplementedError
-
-    def is_trained(self, source: int, row: int, start: int, stop: int) -> BoolArray:
-        """Knows nothing."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)

@@ -55,7 +55,7 @@ class StepItems:
         if not batch.media:
             return None
         media = BatchMedia.of(batch, self._encoder.encoder)
-        found = self._encoder.prepared(batch, media, step.planned.plan)
+        found = self._encoder.prepared(batch, media, step.planned.plan, self._corpus)
         found.decode(self._most_damaged)
         return found
 

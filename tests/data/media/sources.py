@@ -100,3 +100,26 @@ def write_tar(path: Path, rows: list[tuple[list[int], Any]]) -> Path:
                 info.size = len(raw)
                 tar.addfile(info, io.BytesIO(raw))
     return path
+
+
+MIXTURE = """
+sources:
+  pictures:
+    path: x.jsonl
+    format: chat
+    template: chatml
+    tokenizer: hf:hf
+    media: {encoder: qwen3-vl, least-pixels: 1, most-pixels: 9000}
+  text: {path: x.txt, tokenizer: hf:hf}
+"""
+ROWS = [llava("<image> what?<image>", [i % 4, (i + 1) % 4], "it is " + "a" * i) for i in range(9)]
+
+
+def write_mixture(folder: Path, text: str) -> Path:
+    """Conversations with pictures and a text, as a file of --hdp-data."""
+    write_pictures(folder, 4)
+    write_lines(folder / "x.jsonl", ROWS)
+    tokenizer(folder)
+    (folder / "x.txt").write_text(text)
+    (folder / "mix.yaml").write_text(MIXTURE)
+    return folder / "mix.yaml"
