@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Adapters and preferences, on two CPU ranks in about two minutes: a tiny Llama-3 of transformers is
+# Adapters and preferences, on two CPU ranks in a few minutes: a tiny Llama-3 of transformers is
 # trained, tuned to answer by adapters, then to answer as people prefer, and exported, as PEFT's files
 # and merged. docs/tuning.md explains it step by step: ./scripts/tuned_llama.sh [flags of training]
 #
