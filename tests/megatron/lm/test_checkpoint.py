@@ -100,7 +100,8 @@ def save_and_load(folder, reports, is_async):
     shim.apply()
     tempfile.tempdir = str(reports)
     job = SimpleNamespace(saving=nullcontext)
-    with mock.patch.multiple(replacements, _run=object(), _job=job):
+    run = SimpleNamespace(args=SimpleNamespace(lora_rank=None))
+    with mock.patch.multiple(replacements, _run=run, _job=job):
         request = replacements.save(
             dist_checkpointing.save,
             {"weights": ShardedTensor.from_rank_offsets("weights", torch.arange(5.0))},

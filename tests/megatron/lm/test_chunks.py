@@ -67,7 +67,7 @@ def as_megatron_has_them(arguments):
     names = "skip_train check_for_nan_in_loss_and_grad check_for_spiky_loss"
     args = argparse.Namespace(**vars(arguments), **dict.fromkeys(names.split(), False))
     args.hdp_validation_sets, args.eval_iters, args.curr_iteration = None, 0, 0
-    args.consumed_train_samples = 0
+    args.consumed_train_samples, args.padded_vocab_size = 0, VOCABULARY
     return args
 
 
