@@ -50,6 +50,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default="github",
         help="plan a global batch with lengths drawn from this preset (default: github)",
     )
+    add(
+        "--items",
+        metavar="FILE",
+        help="sizes of a step's pictures, HEIGHT WIDTH [FRAMES] a line, for --hdp-encoder of a "
+        "configuration: their rows' memory and the time that they are encoded",
+    )
     number(
         add,
         *("--vocab-size", "V", 1, 2**31 - 1),
@@ -72,6 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
         runtime_bytes=runtime_memory and memory_bytes("--runtime-memory", runtime_memory),
         preset=arguments.preset,
         vocab_size=arguments.vocab_size,
+        items=arguments.items,
     )
     print(as_json(finding) if arguments.json else as_text(finding))
     return ExitCode.DONE if finding.is_sound else ExitCode.FAILED

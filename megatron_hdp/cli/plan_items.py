@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hdp.arrays import Int64Array
-from megatron_hdp.cli.shared.numbers import lines_of, pieces, read_speeds, shown
+from megatron_hdp.cli.shared.item_sizes import Sizes, read_sizes
+from megatron_hdp.cli.shared.numbers import read_speeds
 from megatron_hdp.cli.shared.outputs import write_json
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.media import (
     ENCODERS,
     ITEM_STRATEGIES,
-    Encoder,
     ItemBatch,
     ItemCostModel,
     ItemFigures,
@@ -33,16 +32,6 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What a file of sizes holds."""
-
-    patches: Int64Array
-    """Of each item, ``[items]``."""
-    num_images: int
-    num_videos: int
-
-
-@dataclass(frozen=True)
 class _Outcome:
     plan: ItemPlan
     figures: ItemFigures
@@ -52,7 +41,7 @@ class _Outcome:
 def run(arguments: argparse.Namespace) -> int:
     """Plans the items of a file, prints how good the plan is, and writes it."""
     encoder = ENCODERS[arguments.encoder]
-    sizes = read_sizes(arguments.items, encoder)
+    sizes = read_sizes(arguments.items, encoder.resizing)
     consumers, micro_batches = dealt(sizes.patches, arguments.ranks, arguments.micro_batches)
     speeds = None
     if arguments.rank_speeds is not None:
@@ -87,42 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         _write(arguments.output, chosen.plan, batch)
     return ExitCode.DONE
-
-
-def read_sizes(path: str, encoder: Encoder) -> Sizes:
-    """Return the items of a text file: ``height width [frames]`` in pixels, a picture a line.
-
-    Args:
-        path: of the file; what follows a # is left out, and empty lines.
-        encoder: by whose rules they are resized.
-
-    Raises:
-        ValueError: a line that is none, with its number.
-    """
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
-    patches: list[int] = []
-    counts = [0, 0]
-    for line, text in (one for piece in pieces(path) for one in lines_of(*piece)):
-        fields = text.split("#", 1)[0].split()
-        if not fields:
-            continue
-        try:
-            size = tuple(map(int, fields))
-            if len(size) not in (2, 3):
-                raise ValueError(f"found {len(size)} numbers, expected height, width and frames")
-            if size not in known:
-                known[size] = encoder.resizing.patches(*size)
-        except ValueError as error:
-            why = str(error) if str(error).startswith("found") else f"found {shown(text)}"
-            raise ValueError(
-                f"--items {path}, line {line}: {why}; a line is HEIGHT WIDTH [FRAMES]"
-            ) from None
-        of_each, items = known[size]
-        patches += [of_each] * items
-        counts[len(size) - 2] += 1
-    if not patches:
-        raise ValueError(f"--items {path}: found no size, expected lines of HEIGHT WIDTH [FRAMES]")
-    return Sizes(np.array(patches, dtype=np.int64), *counts)
 
 
 def _batch_line(sizes: Sizes, batch: ItemBatch) -> str:

@@ -2,7 +2,7 @@
 
 from megatron_hdp.encoders.base import ItemEncoder, PatchEncoder, Pixels
 from megatron_hdp.encoders.llava import LlavaEncoder
-from megatron_hdp.encoders.loading import load_encoder, save_encoder
+from megatron_hdp.encoders.loading import described_encoder, load_encoder, save_encoder
 from megatron_hdp.encoders.qwen2_5_vl import Qwen25VLEncoder
 from megatron_hdp.encoders.qwen2_audio import Qwen2AudioEncoder
 from megatron_hdp.encoders.qwen3_vl import Qwen3VLEncoder
@@ -15,6 +15,7 @@ __all__ = [
     "Qwen2AudioEncoder",
     "Qwen3VLEncoder",
     "Qwen25VLEncoder",
+    "described_encoder",
     "load_encoder",
     "save_encoder",
 ]

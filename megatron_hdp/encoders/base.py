@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
-from megatron_hdp.media import Encoder, ItemCostModel, MRope, Patches, RowGrid
+from megatron_hdp.arrays import Int64Array
+from megatron_hdp.media import PATCHES_PER_PACK, Encoder, ItemCostModel, MRope, Patches, RowGrid
 
 CHANNELS = 3
 _VALUES = 256  # of a byte
@@ -80,11 +81,13 @@ class ItemEncoder(torch.nn.Module):
 
     prefixes: ClassVar[Mapping[str, str]]
     """How names of tensors in Hugging Face's files begin, and what stands there in this one's."""
+    projectors: ClassVar[tuple[str, ...]]
+    """How names of weights begin, in this one, that make rows of the layers' states."""
     shape: Encoder
     levels = 1
     positions: MRope | None = None
 
-    def __init__(self, config: Mapping[str, Any], patches_per_pack: int = 65_536) -> None:
+    def __init__(self, config: Mapping[str, Any], patches_per_pack: int = PATCHES_PER_PACK) -> None:
         super().__init__()
         self.patches_per_pack = patches_per_pack
         for part in ("vision_config", "audio_config"):
@@ -103,8 +106,20 @@ class ItemEncoder(torch.nn.Module):
     @property
     def cost(self) -> ItemCostModel:
         """By its shape."""
-        is_trained = any(one.requires_grad for one in self.parameters())
-        return ItemCostModel.from_encoder(self.shape, is_trained=is_trained)
+        return ItemCostModel.from_encoder(self.shape, is_trained=any(self.trained_parts))
+
+    @property
+    def trained_parts(self) -> tuple[bool, bool]:
+        """Whether some weight of its layers is trained, and some of its projectors."""
+        found = [False, False]
+        for name, weight in self.named_parameters():
+            found[name.startswith(self.projectors)] |= weight.requires_grad
+        return found[0], found[1]
+
+    def training_flop(self, patches: Int64Array) -> float:
+        """FLOP of items of so many patches, ``[items]``, forward and backward."""
+        tower, projector = self.trained_parts
+        return self.shape.training_flop(patches, tower=tower, projector=projector)
 
 
 class PatchEncoder(ItemEncoder, ABC):
@@ -123,7 +138,7 @@ class PatchEncoder(ItemEncoder, ABC):
         self,
         config: Mapping[str, Any],
         pixels: Pixels | None = None,
-        patches_per_pack: int = 65_536,
+        patches_per_pack: int = PATCHES_PER_PACK,
     ) -> None:
         super().__init__(config, patches_per_pack)
         self.pixels = pixels or self.usual_pixels(config)

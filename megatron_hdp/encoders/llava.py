@@ -18,7 +18,7 @@ from megatron_hdp.encoders.base import (
 )
 from megatron_hdp.encoders.blocks import Grid
 from megatron_hdp.encoders.layers import PatchProjection, activation_of
-from megatron_hdp.media import Encoder, Patches, Resizing
+from megatron_hdp.media import PATCHES_PER_PACK, Encoder, Patches, Resizing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,12 +188,13 @@ class LlavaEncoder(PatchEncoder):
         "model.multi_modal_projector.": "multi_modal_projector.",
         "multi_modal_projector.": "multi_modal_projector.",
     }
+    projectors = ("multi_modal_projector.",)
 
     def __init__(
         self,
         config: Mapping[str, Any],
         pixels: Pixels | None = None,
-        patches_per_pack: int = 65_536,
+        patches_per_pack: int = PATCHES_PER_PACK,
     ) -> None:
         super().__init__(config, pixels, patches_per_pack)
         vision = config["vision_config"]
@@ -213,6 +214,13 @@ class LlavaEncoder(PatchEncoder):
             layers=max(self._wanted),
             hidden=settings.hidden_size,
             ffn=settings.intermediate_size,
+            values=CHANNELS * settings.patch_size**2,
+            has_class_token=settings.is_clip,
+            attended=4,
+            activations=3 if settings.hidden_act == "quick_gelu" else 2,
+            projector_norm=False,
+            projected_layers=len(numbers),
+            projector_hidden=row_hidden,
             row_hidden=row_hidden,
         )
         self._require_rows(settings, strategy)

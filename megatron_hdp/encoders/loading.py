@@ -51,18 +51,9 @@ def load_encoder(
     Raises:
         ValueError: of a folder that holds no such model, or not all of the encoder.
     """
-    path = Path(folder)
-    config = read_json(path / CONFIG)
-    kind = config.get("model_type")
-    if kind not in ENCODERS:
-        raise ValueError(
-            f"{path / CONFIG}: found model_type {kind!r}, expected one of {', '.join(ENCODERS)}: "
-            "encoders of other models are not known; attach_encoder takes any module"
-        )
+    path, encoder = Path(folder), described_encoder(folder, **settings)
     stored = find_tensors(path)
-    named = {ours: stored[name] for name in stored if (ours := _own_name(ENCODERS[kind], name))}
-    with torch.device("meta"):
-        encoder = ENCODERS[kind](config, **settings)
+    named = {ours: stored[name] for name in stored if (ours := _own_name(type(encoder), name))}
     if isinstance(encoder, PatchEncoder):
         encoder.pixels = _pixels_of(path) or encoder.pixels
     expected = encoder.state_dict()
@@ -76,6 +67,28 @@ def load_encoder(
             )
     encoder.load_state_dict(weights, assign=True)
     return encoder if dtype is None else encoder.to(dtype=dtype)
+
+
+def described_encoder(folder: str | os.PathLike[str], **settings: Any) -> ItemEncoder:
+    """The encoder of a model on PyTorch's meta device: shapes without numbers.
+
+    Args:
+        folder: with config.json; no weights are read.
+        settings: as of `load_encoder`.
+
+    Raises:
+        ValueError: of a folder that holds no such model.
+    """
+    path = Path(folder)
+    config = read_json(path / CONFIG)
+    kind = config.get("model_type")
+    if kind not in ENCODERS:
+        raise ValueError(
+            f"{path / CONFIG}: found model_type {kind!r}, expected one of {', '.join(ENCODERS)}: "
+            "encoders of other models are not known; attach_encoder takes any module"
+        )
+    with torch.device("meta"):
+        return ENCODERS[kind](config, **settings)
 
 
 def save_encoder(

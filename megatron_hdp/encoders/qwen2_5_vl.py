@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from megatron_hdp.encoders.layers import (
     RotaryLayer,
     activation_of,
 )
-from megatron_hdp.media import Encoder, Patches, Resizing, RowGrid
+from megatron_hdp.media import ENCODERS, PATCHES_PER_PACK, Encoder, Patches, RowGrid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,13 @@ class Qwen25VLEncoder(PatchEncoder):
     """What ``model.visual`` is in Qwen2.5-VL."""
 
     prefixes: ClassVar[Mapping[str, str]] = {"model.visual.": "", "visual.": ""}
+    projectors = ("merger.",)
 
     def __init__(
         self,
         config: Mapping[str, Any],
         pixels: Pixels | None = None,
-        patches_per_pack: int = 65_536,
+        patches_per_pack: int = PATCHES_PER_PACK,
     ) -> None:
         super().__init__(config, pixels, patches_per_pack)
         self._settings = settings = _Settings.of(config["vision_config"])
@@ -94,15 +95,21 @@ class Qwen25VLEncoder(PatchEncoder):
         patch, merge = settings.patch_size, settings.spatial_merge_size
         self._window = settings.window_size // merge // patch
         self.shape = Encoder(
-            resizing=Resizing(
-                patch=patch, merge=merge, frames_per_patch=settings.temporal_patch_size
+            resizing=replace(
+                ENCODERS["qwen2.5-vl"].resizing,
+                patch=patch,
+                merge=merge,
+                frames_per_patch=settings.temporal_patch_size,
             ),
             layers=settings.depth,
             hidden=settings.hidden_size,
             ffn=settings.intermediate_size,
             gated=True,
+            is_rms=True,
+            activations=4,
             global_layers=len(settings.fullatt_block_indexes),
             window_patches=(self._window * merge) ** 2,
+            values=CHANNELS * settings.temporal_patch_size * patch**2,
             row_hidden=settings.out_hidden_size,
         )
         frames = settings.temporal_patch_size

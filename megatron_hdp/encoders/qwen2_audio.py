@@ -12,10 +12,11 @@ import torch.nn.functional as functional
 from megatron_hdp.encoders.base import EncoderSettings, ItemEncoder
 from megatron_hdp.encoders.blocks import Blocks
 from megatron_hdp.encoders.layers import activation_of
-from megatron_hdp.media import Encoder, Resizing, RowGrid, Sound
+from megatron_hdp.media import PATCHES_PER_PACK, Encoder, Resizing, RowGrid, Sound
 
 _STRIDE = 2  # of the second convolution
 _POOLED = 2  # frames behind it that become a row
+_TAPS = 3  # of both convolutions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,8 @@ class _Tower(torch.nn.Module):
     def __init__(self, settings: _Settings) -> None:
         super().__init__()
         hidden = settings.d_model
-        self.conv1 = torch.nn.Conv1d(settings.num_mel_bins, hidden, kernel_size=3, padding=1)
-        self.conv2 = torch.nn.Conv1d(hidden, hidden, kernel_size=3, stride=_STRIDE, padding=1)
+        self.conv1 = torch.nn.Conv1d(settings.num_mel_bins, hidden, kernel_size=_TAPS, padding=1)
+        self.conv2 = torch.nn.Conv1d(hidden, hidden, kernel_size=_TAPS, stride=_STRIDE, padding=1)
         self.embed_positions = torch.nn.Embedding(settings.max_source_positions, hidden)
         self.embed_positions.requires_grad_(False)  # sines
         self.layers = torch.nn.ModuleList(_Layer(settings) for _ in range(settings.encoder_layers))
@@ -117,8 +118,9 @@ class Qwen2AudioEncoder(ItemEncoder):
         "model.multi_modal_projector.": "multi_modal_projector.",
         "multi_modal_projector.": "multi_modal_projector.",
     }
+    projectors = ("multi_modal_projector.",)
 
-    def __init__(self, config: Mapping[str, Any], patches_per_pack: int = 65_536) -> None:
+    def __init__(self, config: Mapping[str, Any], patches_per_pack: int = PATCHES_PER_PACK) -> None:
         super().__init__(config, patches_per_pack)
         self._settings = settings = _Settings.of(config["audio_config"])
         row_hidden = config["text_config"].get("hidden_size", 4096)
@@ -127,15 +129,14 @@ class Qwen2AudioEncoder(ItemEncoder):
             layers=settings.encoder_layers,
             hidden=settings.d_model,
             ffn=settings.encoder_ffn_dim,
+            values=_TAPS * (_STRIDE * settings.num_mel_bins + settings.d_model),
+            pooled=_POOLED,
+            projector_hidden=0,
+            projector_norm=False,
             row_hidden=row_hidden,
         )
         self.audio_tower = _Tower(settings)
         self.multi_modal_projector = _Projector(settings.d_model, row_hidden)
-
-    @property
-    def patches_per_row(self) -> int:
-        """Frames that become one row."""
-        return _POOLED
 
     def patches(self, item: Sound) -> int:
         """Frames of an item that become rows.

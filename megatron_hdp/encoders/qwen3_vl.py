@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from megatron_hdp.encoders.base import (
 )
 from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of, wide
 from megatron_hdp.encoders.layers import PatchEmbedding, RotaryLayer, activation_of
-from megatron_hdp.media import Encoder, Resizing
+from megatron_hdp.media import ENCODERS, PATCHES_PER_PACK, Encoder
 
 _EPSILON = 1e-6
 
@@ -76,19 +76,21 @@ class Qwen3VLEncoder(PatchEncoder):
     """What ``model.visual`` is in Qwen3-VL, dense or of experts."""
 
     prefixes: ClassVar[Mapping[str, str]] = {"model.visual.": "", "visual.": ""}
+    projectors = ("merger.", "deepstack_merger_list.")
 
     def __init__(
         self,
         config: Mapping[str, Any],
         pixels: Pixels | None = None,
-        patches_per_pack: int = 65_536,
+        patches_per_pack: int = PATCHES_PER_PACK,
     ) -> None:
         super().__init__(config, pixels, patches_per_pack)
         self._settings = settings = _Settings.of(config["vision_config"])
         self.positions = mrope_of(config, (24, 20, 20), is_interleaved=True)
         self.levels = 1 + len(settings.deepstack_visual_indexes)
         self.shape = Encoder(
-            resizing=Resizing(
+            resizing=replace(
+                ENCODERS["qwen3-vl"].resizing,
                 patch=settings.patch_size,
                 merge=settings.spatial_merge_size,
                 frames_per_patch=settings.temporal_patch_size,
@@ -96,6 +98,7 @@ class Qwen3VLEncoder(PatchEncoder):
             layers=settings.depth,
             hidden=settings.hidden_size,
             ffn=settings.intermediate_size,
+            values=CHANNELS * settings.temporal_patch_size * settings.patch_size**2,
             projectors=self.levels,
             row_hidden=settings.out_hidden_size,
         )

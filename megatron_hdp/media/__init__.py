@@ -8,10 +8,12 @@ from megatron_hdp.media.patches import Patches, Sound
 from megatron_hdp.media.planning import dealt, plan_items
 from megatron_hdp.media.positions import MRope, RowGrid, row_positions
 from megatron_hdp.options import BALANCES as ITEM_STRATEGIES
+from megatron_hdp.options import PATCHES_PER_PACK
 
 __all__ = [
     "ENCODERS",
     "ITEM_STRATEGIES",
+    "PATCHES_PER_PACK",
     "Encoder",
     "ItemBatch",
     "ItemCostModel",

@@ -126,6 +126,25 @@ class Encoder:
     """Layers in which all patches of an item attend to each other; None: all."""
     window_patches: int = 0
     """Patches that attend to each other in the other layers."""
+    values: int
+    """Numbers of a patch, from which the first matrix makes its state."""
+    is_rms: bool = False
+    """Whether norms are those by the root of the mean square, made of single operations."""
+    attended: int = 5
+    """Of a patch's state, how many times as many backward needs of attention: queries, keys,
+    values, what comes of them, and once more where that is put in another order."""
+    activations: int = 2
+    """Of a patch's numbers inside of an MLP, how many times as many backward needs."""
+    has_class_token: bool = False
+    """Whether a token of the whole picture runs through the layers beside its patches."""
+    pooled: int = 1
+    """States behind the layers whose mean is projected, where they are not laid side by side."""
+    projected_layers: int = 1
+    """Layers whose states are projected side by side."""
+    projector_hidden: int | None = None
+    """Between a projector's two matrices; None: as many as it is given, 0: it is one matrix."""
+    projector_norm: bool = True
+    """Whether a projector begins with a norm."""
     projectors: int = 1
     """Times that rows are projected: once, and once for each further level (deepstack)."""
     row_hidden: int = 4096
@@ -134,21 +153,88 @@ class Encoder:
     @property
     def patches_per_row(self) -> int:
         """Patches that become one row."""
-        return self.resizing.merge**2
+        return self.resizing.merge**2 * self.pooled
 
     @property
     def whole_layers(self) -> int:
         """Layers whose attention grows with the square of an item."""
         return self.layers if self.global_layers is None else self.global_layers
 
+    @property
+    def tokens_per_patch(self) -> float:
+        """What runs through the layers for each patch: 1, or more with a token of the whole."""
+        if not self.has_class_token:
+            return 1.0
+        assert self.resizing.square is not None, "pictures of one size have such a token"
+        return 1 + (self.resizing.patch / self.resizing.square) ** 2
+
+    @property
+    def projector_widths(self) -> tuple[int, int]:
+        """Numbers that a projector is given of a row, and those between its matrices."""
+        given = self.hidden * self.resizing.merge**2 * self.projected_layers
+        return given, given if self.projector_hidden is None else self.projector_hidden
+
     def flop(self) -> tuple[float, float]:
         """Return the forward's FLOP per patch, and per patch^2 of an item."""
+        tower, quadratic = self._tower_flop()
+        return tower + self._projector_flop(), quadratic
+
+    def training_flop(
+        self, patches: Int64Array, *, tower: bool = True, projector: bool = True
+    ) -> float:
+        """Return the FLOP of items of so many patches, encoded once and differentiated.
+
+        Each product counts once forward and twice backward, but for what has no gradient: pixels,
+        and all of them where nothing before or in them is trained.
+
+        Args:
+            patches: of each item, ``[items]``.
+            tower: whether the layers are trained.
+            projector: whether what makes rows of their states is.
+        """
+        (linear, quadratic), of_projector = self._tower_flop(), self._projector_flop()
+        per_patch = (3 if tower else 1) * linear - tower * 2.0 * self.values * self.hidden
+        per_patch += (1 + (tower or projector) + projector) * of_projector
+        per_square, n = (3 if tower else 1) * quadratic, patches.astype(np.float64)
+        return float((per_patch * n + per_square * n**2).sum())
+
+    def kept_bytes(self, value_bytes: int) -> float:
+        """Return the bytes of a patch that backward needs of a forward.
+
+        Statistics of norms and of softmax aside.
+
+        Args:
+            value_bytes: of a number.
+        """
+        norms = 2 * self.hidden * 2 * value_bytes  # what they are given, and give to a matrix
+        if self.is_rms:  # in float32, and scaled
+            norms += 2 * self.hidden * max(4, value_bytes)
+        attention = self.attended * self.hidden * value_bytes
+        layer = norms + attention + self.activations * self.ffn * value_bytes
+        given, between = self.projector_widths
+        rows = self.projectors * (given + 2 * between) / self.patches_per_row + self.values
+        rows += self.projector_norm * self.hidden  # of one: the others' are the next layers', too
+        return self.layers * layer * self.tokens_per_patch + rows * value_bytes
+
+    def working_bytes(self, value_bytes: int) -> float:
+        """Return the bytes of a patch that a layer's backward needs besides, at most.
+
+        Args:
+            value_bytes: of a number.
+        """
+        return (self.ffn + 2 * self.hidden) * value_bytes * self.tokens_per_patch
+
+    def _tower_flop(self) -> tuple[float, float]:
+        each = self.tokens_per_patch
         matrices = 4 * self.hidden**2 + (3 if self.gated else 2) * self.hidden * self.ffn
-        merged = self.patches_per_row * self.hidden
-        projector = (merged**2 + merged * self.row_hidden) / self.patches_per_row
         windows = (self.layers - self.whole_layers) * 4 * self.hidden * self.window_patches
-        linear = 2 * (self.layers * matrices + self.projectors * projector) + windows
-        return float(linear), 4.0 * self.whole_layers * self.hidden
+        linear = 2 * (self.values * self.hidden + self.layers * matrices * each) + windows
+        return float(linear), 4.0 * self.whole_layers * self.hidden * each**2
+
+    def _projector_flop(self) -> float:
+        given, between = self.projector_widths
+        weights = given * (between or self.row_hidden) + between * self.row_hidden
+        return 2.0 * self.projectors * weights / self.patches_per_row
 
 
 ENCODERS = {
@@ -163,6 +249,7 @@ ENCODERS = {
         layers=27,
         hidden=1152,
         ffn=4304,
+        values=1536,
         projectors=4,
     ),
     "qwen2.5-vl": Encoder(
@@ -177,17 +264,33 @@ ENCODERS = {
         hidden=1280,
         ffn=3420,
         gated=True,
+        is_rms=True,
+        activations=4,
         global_layers=4,
         window_patches=64,
+        values=1176,
     ),
     "clip-l-336": Encoder(
         resizing=Resizing(patch=14, merge=1, square=336, is_cropped=True),
         layers=24,
         hidden=1024,
         ffn=4096,
+        values=588,
+        attended=4,
+        has_class_token=True,
+        activations=3,
+        projector_hidden=4096,
+        projector_norm=False,
     ),
     "siglip-so400m-384": Encoder(
-        resizing=Resizing(patch=14, merge=1, square=384), layers=27, hidden=1152, ffn=4304
+        resizing=Resizing(patch=14, merge=1, square=384),
+        layers=27,
+        hidden=1152,
+        ffn=4304,
+        values=588,
+        attended=4,
+        projector_hidden=4096,
+        projector_norm=False,
     ),
 }
 """By the names of the models that have them."""

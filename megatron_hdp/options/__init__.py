@@ -17,13 +17,14 @@ from megatron_hdp.options.declaration import (
     require_multiple,
 )
 from megatron_hdp.options.hdp import PLANNER_FLAGS, HdpOptions, trace_steps
-from megatron_hdp.options.media import BALANCES, MediaOptions
+from megatron_hdp.options.media import BALANCES, PATCHES_PER_PACK, MediaOptions
 from megatron_hdp.options.parser import OptionParser, add_options, auto_or, from_namespace
 from megatron_hdp.options.preference import PreferenceOptions
 from megatron_hdp.options.yaml_file import yaml_to_argv
 
 __all__ = [
     "BALANCES",
+    "PATCHES_PER_PACK",
     "PLANNER_FLAGS",
     "HdpOptions",
     "MediaOptions",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_hdp.options.declaration import option
 
+PATCHES_PER_PACK = 16_384
 BALANCES = ("home", "replica", "micro-batch", "step")
 
 
@@ -20,6 +21,13 @@ class MediaOptions:
         help="Folder of a model of pictures or sound as Hugging Face lays it out: its encoder is "
         "trained with the language model. A checkpoint that is resumed has its weights instead. "
         "Default: text alone.",
+    )
+    hdp_encoder_patches: int = option(
+        PATCHES_PER_PACK,
+        metavar="N",
+        minimum=1,
+        help="Patches of pictures that a rank encodes in one call, at most: its activations are "
+        "kept until it has gone backward. A larger picture is a call of its own.",
     )
     hdp_media_balance: str = option(
         "step",

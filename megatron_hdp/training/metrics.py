@@ -37,7 +37,8 @@ class StepMetrics(StepFigures):
     """Seconds of the step: the wait for its data, forward, backward, sync, optimizer."""
     model_flops_per_second: float
     """FLOP/s of the whole job: operations that the model needs for the batch, by ``seconds``. Sums
-    of L and of L^2 / 2 (causal), backward = 2 x forward, no padding, no recomputation."""
+    of L and of L^2 / 2 (causal), backward = 2 x forward, no padding, no recomputation; pictures
+    are encoded once."""
     model_flops_per_second_per_rank: float = figure(
         "throughput per GPU (TFLOP/s/GPU)", ".4g", scale=1e-12, default=MISSING
     )

@@ -90,7 +90,8 @@ class StepOutputs:
         """
         metrics = StepMetrics.of_report(
             report,
-            model_flops=self._shape.flops_of_sums(
+            model_flops=report.encoder_flop
+            + self._shape.flops_of_sums(
                 report.tokens, report.squared_tokens, report.seen_in_window
             ),
             num_ranks=dist.get_world_size(),

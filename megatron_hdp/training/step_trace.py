@@ -32,6 +32,7 @@ from megatron_hdp.options import trace_steps
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.runtime.timeline import (
     BACKWARD,
+    ENCODER,
     FORWARD,
     OPTIMIZER,
     PIPELINE_WAIT,
@@ -237,7 +238,13 @@ def span_event(
 ) -> Event:
     """The bar of a span; without details where the plan is not known any more."""
     computes = span.kind in _COMPUTES
-    lane = COMPUTE if computes else span.kind if span.kind in LANES else RECOVERY
+    lane = (
+        COMPUTE
+        if computes or span.kind == ENCODER
+        else span.kind
+        if span.kind in LANES
+        else RECOVERY
+    )
     thread = thread_of(process, lane, span.chunk if computes else 0)
     name, about = span.kind, {}
     if computes:

@@ -92,7 +92,11 @@ class Model:
         tokenizer = build_tokenizer(tokenizer_of(arguments) or arguments.tokenizer_type)
         encoder = None
         if arguments.hdp_encoder is not None:
-            encoder = load_encoder(arguments.hdp_encoder, dtype=model_dtype(arguments))
+            encoder = load_encoder(
+                arguments.hdp_encoder,
+                dtype=model_dtype(arguments),
+                patches_per_pack=arguments.hdp_encoder_patches,
+            )
         chunks = build_chunks(arguments, tokenizer.vocab_size, encoder)
         optimizer = build_optimizer(arguments, chunks)
         return cls(tokenizer, chunks, optimizer, build_scheduler(arguments, optimizer))

@@ -28,7 +28,7 @@ CONTEXTS = {"256k": 2**18, "512k": 2**19, "1m": 2**20, "2m": 2**21}
 PARTS = ["common", *PAPER_GPUS, "moe-30b"]
 SHIPPED = {
     f"{model}-{context}": gpus for model, gpus in ALL_GPUS.items() for context in CONTEXTS
-} | {"small-1gpu": 1, "tiny-cpu": 4}
+} | {"small-1gpu": 1, "tiny-cpu": 4, "qwen3-vl-8b": 64}
 LONG = {  # seconds each, as their stages are compared; one context of each model is not
     *(f"{model}-{context}" for model in ("llama-70b", "mistral-8x22b") for context in CONTEXTS)
 } - {"llama-70b-2m", "mistral-8x22b-1m"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.cli.main import main
-from megatron_hdp.cli.plan_items import read_sizes
+from megatron_hdp.cli.shared.item_sizes import read_sizes
 from megatron_hdp.media import ENCODERS, ITEM_STRATEGIES
 
 QWEN3 = ENCODERS["qwen3-vl"]
@@ -29,7 +29,7 @@ def run(*arguments):
 
 def test_what_a_file_holds(sizes):
     """A video of eight frames is four items, each of two."""
-    found = read_sizes(str(sizes), QWEN3)
+    found = read_sizes(str(sizes), QWEN3.resizing)
     assert (found.num_images, found.num_videos) == (40, 20)
     per_frame = QWEN3.resizing.patches(720, 1280, 8)[0]
     assert found.patches[:6].tolist() == [4096, 1200, *[per_frame] * 4]

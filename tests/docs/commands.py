@@ -108,6 +108,7 @@ COMMANDS = {
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 32768 "
     "--pipeline-stages 8 --sequence-parts 16": COMMAND,
     "megatron-hdp plan --items docs/example-sizes.txt --ranks 256 --compare": COMMAND,
+    "megatron-hdp check configs/qwen3-vl-8b.yaml --gpus 64 --items docs/example-sizes.txt": COMMAND,
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 --compare": (
         COMMAND
     ),

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from megatron_hdp.media import ENCODERS
@@ -86,7 +87,7 @@ def test_flop_of_a_picture():
     linear, quadratic = ENCODERS["qwen3-vl"].flop()
     layers = 27 * 2 * (4 * 1152**2 + 2 * 1152 * 4304)
     mergers = 4 * 2 * (4608 * 4608 + 4608 * 4096) / 4
-    assert linear == pytest.approx(layers + mergers)
+    assert linear == pytest.approx(2 * 1536 * 1152 + layers + mergers)
     assert quadratic == 4 * 27 * 1152
 
 
@@ -97,4 +98,23 @@ def test_only_layers_without_windows_grow_with_the_square():
     assert quadratic == 4 * 4 * 1280
     matrices = 32 * 2 * (4 * 1280**2 + 3 * 1280 * 3420)
     projector = 2 * (5120 * 5120 + 5120 * 4096) / 4
-    assert linear == pytest.approx(matrices + projector + 28 * 4 * 1280 * 64)
+    patches = 2 * 1176 * 1280
+    assert linear == pytest.approx(patches + matrices + projector + 28 * 4 * 1280 * 64)
+
+
+@pytest.mark.parametrize(("tower", "projector"), [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_flop_of_what_is_trained(tower, projector):
+    """Once forward, twice backward, but for pixels and what comes before all that is trained."""
+    encoder = ENCODERS["qwen3-vl"]
+    linear, quadratic = encoder.flop()
+    of_projector = 4 * 2 * (4608 * 4608 + 4608 * 4096) / 4
+    patches = np.array([256, 1024])
+    squares = int((patches**2).sum())
+    of_tower = (linear - of_projector) * 1280 + quadratic * squares
+    expected = of_tower + of_projector * 1280
+    if tower:
+        expected += 2 * of_tower - 2 * 1536 * 1152 * 1280 + of_projector * 1280
+    if projector:
+        expected += (1 if tower else 2) * of_projector * 1280
+    found = encoder.training_flop(patches, tower=bool(tower), projector=bool(projector))
+    assert found == pytest.approx(expected)

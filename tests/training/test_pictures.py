@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -83,10 +84,9 @@ def pictures_run(folder, **overrides):
 
 def losses(arguments):
     """Body of a rank: what steps show, and the pictures of each."""
-    return [
-        (one.step, one.loss, one.grad_norm, one.media_items, one.media_rows)
-        for one in pretrain(arguments)
-    ]
+    found = pretrain(arguments)
+    assert all(0 < one.encoder_ms < 1000 * one.seconds for one in found)
+    return [(one.step, one.loss, one.grad_norm, one.media_items, one.media_rows) for one in found]
 
 
 ALONE = {"hdp_tokens_per_rank": 400}
@@ -108,6 +108,31 @@ def test_a_run_is_that_of_one_rank(run_ranks, tmp_path, name):
     assert largest_difference(found, expected) <= 1e-10
     assert all(items and rows > items for *_, items, rows in found)
     assert len({loss for _, loss, *_ in found}) == 4
+
+
+def flop(arguments):
+    """Body of a rank: each step's FLOP, and what is left of them without its pictures' rows."""
+    found = pretrain(arguments)
+    return [(one.model_flops_per_second * one.seconds, one.media_rows) for one in found]
+
+
+@SLOW
+def test_flop_of_pictures_count(run_ranks, tmp_path):
+    """Trained or not: the same steps differ by what the encoder's backward takes."""
+    whole = pictures_run(tmp_path, steps=3)
+    trained, frozen = (
+        run_ranks(1, flop, replace(whole, hdp_frozen=one, **ALONE))[0]
+        for one in ((), ("hdp_encoder.*",))
+    )
+    shape = Qwen3VLEncoder(CONFIG).shape
+    for (one, rows), (other, same) in zip(trained, frozen, strict=True):
+        assert rows == same
+        patches = np.array([4 * rows])
+        lowest, highest = (
+            shape.training_flop(some) - shape.training_flop(some, tower=False, projector=False)
+            for some in (np.full(rows, 4), patches)  # as if a row were an item, and as if one
+        )
+        assert lowest <= one - other <= highest
 
 
 def without_sums(arguments):

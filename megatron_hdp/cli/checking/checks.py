@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron_hdp.cli.checking.encoder import encoder_of, with_encoder, with_encoding
 from megatron_hdp.cli.checking.finding import Finding, Tried, best_of
 from megatron_hdp.cli.checking.gpus import degree_refusals, job_of, training_refusals
 from megatron_hdp.cli.checking.planned_step import (
@@ -14,7 +15,7 @@ from megatron_hdp.cli.checking.planned_step import (
     run_setting,
 )
 from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
-from megatron_hdp.options import PLANNER_FLAGS, OptionError
+from megatron_hdp.options import PLANNER_FLAGS, OptionError, no_effect
 from megatron_hdp.planner import CostModel, told_as
 from megatron_hdp.planner.memory import (
     RESERVE,
@@ -41,12 +42,14 @@ def check(
     host_memory_bytes: float | None = None,
     gpus_per_node: int = 8,
     runtime_bytes: float | None = None,
+    items: str | None = None,
 ) -> Finding:
     """Check one configuration of YAML files, of which later ones win, with a preset's lengths.
 
     The vocabulary's size is by default that of the tokenizer (byte) or LLaMA 3's; the memory of a
     node is checked if it is given. `runtime_bytes` are what CUDA, libraries and NCCL hold of a GPU:
-    given, else those of the cost model, else assumed.
+    given, else those of the cost model, else assumed. `items` is a file with the sizes of a step's
+    pictures.
     """
     found = Finding(
         configs=tuple(configs),
@@ -66,25 +69,36 @@ def check(
     found.refusals += degree_refusals(arguments, num_gpus)
     if found.refusals:
         return found
+    try:
+        encoder = encoder_of(arguments)
+    except ValueError as error:
+        found.refusals.append(str(error))
+        return found
+    if encoder is None and items is not None:
+        raise no_effect("--items", "--hdp-encoder")
     untouched = replace(found, context_tokens=arguments.seq_length)
-    found = _examined(untouched, arguments, vocab_size, preset)
+
+    def examined(changed: "TrainingArguments") -> Finding:
+        job, forecast = job_of(changed, num_gpus, vocab_size), None
+        if encoder is not None:
+            job, forecast = with_encoder(job, changed, encoder, items)
+        refusals = training_refusals(changed, job.shape, encoder)
+        given = replace(untouched, job=job, encoder=forecast, refusals=refusals)
+        return _examined(given, changed, job, preset)
+
+    found = examined(arguments)
     if found.job and found.step:
         own = found.job.model_chunks
         for number, changed in virtual_stage_choices(arguments).items():
-            is_own = number == own
-            other = found if is_own else _examined(untouched, changed, vocab_size, preset)
+            other = found if number == own else examined(changed)
             found.virtual_stages.append(_tried(other, number))
         found.best_virtual_stages = best_of(found.virtual_stages, own)
     return found
 
 
-def _examined(
-    untouched: Finding, arguments: "TrainingArguments", vocab_size: int | None, preset: str
-) -> Finding:
+def _examined(given: Finding, arguments: "TrainingArguments", job: Job, preset: str) -> Finding:
     """Plan and memory of a run whose degrees are right."""
-    job = job_of(arguments, untouched.num_gpus, vocab_size)
-    found = replace(untouched, job=job, stages=[], virtual_stages=[])
-    found.refusals = training_refusals(arguments, job.shape)
+    found = replace(given, stages=[], virtual_stages=[])
     cost_model = _plan(found, arguments, job, preset)
     measured = found.runtime_bytes or (cost_model and cost_model.runtime_bytes)
     found.job = replace(job, runtime_bytes=measured or None)
@@ -122,6 +136,8 @@ def _plan(
                 of_parts = int(longest.lengths[0]) * host_parts // int(longest.parts_of_each[0])
                 found.streamed_tokens = -(-of_parts // len(longest.ranks))
             found.step = plan_step(arguments, job, setting, preset)
+        if found.encoder is not None:
+            found.step = with_encoding(found.step, found.encoder, job.num_gpus)
     except ValueError as error:
         found.refusals.append(
             f"--seq-length {arguments.seq_length:,} on {job.hdp_ranks:,} HDP ranks: {error}"
@@ -170,6 +186,10 @@ def _add_memory(found: Finding, job: Job, cost_model: CostModel | None) -> None:
         return
     fitting = most_tokens_per_rank(job, usable)
     remedy = "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
+    if not fitting and found.encoder is not None and memory.total - memory.pack < usable:
+        patches = found.encoder.patches_per_pack
+        fitting_patches = int(patches * (1 - (memory.total - usable) / memory.pack))
+        remedy = f"--hdp-encoder-patches {fitting_patches:,} fits, if no picture has more"
     if fitting >= job.tensor_ranks:
         remedy = (
             f"--hdp-tokens-per-rank {min(fitting, job.tokens_per_rank):,} fits"

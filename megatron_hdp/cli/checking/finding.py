@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_hdp.cli.checking.encoder import EncoderForecast
 from megatron_hdp.cli.checking.planned_step import StepForecast
 from megatron_hdp.planner.memory import RESERVE, Job, StageMemory
 
@@ -53,6 +54,8 @@ class Finding:
     runtime_bytes: float | None = None
     """What CUDA, libraries and NCCL hold of a GPU, where it is given."""
     step: StepForecast | None = None
+    encoder: EncoderForecast | None = None
+    """None: text alone."""
     warning: str = ""
     """Of the cost model, by which the step is planned."""
     virtual_stages: list[Tried] = field(default_factory=list)

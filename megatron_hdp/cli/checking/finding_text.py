@@ -18,6 +18,8 @@ _ROWS = (
     ("ring_buffers", "ring buffers", "{ring_buffers}{streams}"),
     ("second_stream", "second stream", "of TransformerEngine's ring, in separate memory"),
     ("in_flight", "ring transfers", "of TransformerEngine's ring, freed and not yet passed"),
+    ("rows", "rows of pictures", "of a step, their gradients, both as they are sent"),
+    ("pack", "a call's pictures", "{pack} patches, not at the same time as activations"),
     ("loss", "loss", "hidden states, a chunk of logits"),
     ("runtime", "CUDA, NCCL", "{runtime}"),
 )
@@ -48,7 +50,11 @@ def as_text(finding: Finding) -> str:
     """A table of GB, a few lines on the planned step, and the verdict."""
     lines = []
     if finding.job and finding.memory:
-        lines += [_headline(finding, finding.job), *_stages(finding, finding.job)]
+        lines += [
+            _headline(finding, finding.job),
+            *_encoder(finding),
+            *_stages(finding, finding.job),
+        ]
         lines += _table(finding, finding.job, finding.memory)
     lines += _step_lines(finding)
     lines += [f"  {finding.warning}"] if finding.warning else []
@@ -71,6 +77,17 @@ def _headline(finding: Finding, job: Job) -> str:
     )
 
 
+def _encoder(finding: Finding) -> list[str]:
+    """What is on every GPU besides."""
+    encoder = finding.encoder
+    if encoder is None:
+        return []
+    shown = f"encoder of {short(encoder.parameters)} parameters, whole on every GPU"
+    if encoder.trained_parameters < encoder.parameters:
+        shown += f", {short(encoder.trained_parameters)} are trained"
+    return [shown]
+
+
 def _stages(finding: Finding, job: Job) -> list[str]:
     """A line for each pipeline stage: what it holds, and the GB that this takes on a GPU."""
     if job.stages == 1:
@@ -80,6 +97,7 @@ def _stages(finding: Finding, job: Job) -> list[str]:
     lines = [f"  {'stage':<{width}}  GB: state  activations     work      sum"]
     for name, one in rows:
         state = one.weights + one.gradients + one.optimizer + one.runtime
+        state += one.rows
         work = one.total - state - one.activations
         sizes = [f"{size / 1e9:.2f}" for size in (state, one.activations, work, one.total)]
         most = "  the most" if one is finding.memory else ""
@@ -117,6 +135,7 @@ def _table(finding: Finding, job: Job, memory: StageMemory) -> list[str]:
         if job.double_rings
         else "K and V twice, their float32 gradients twice",
         "streams": ", all three times: streams" if job.streams else "",
+        "pack": f"{finding.encoder.patches_per_pack:,}" if finding.encoder else "",
         "runtime": f"assumed, {num_communicators(job)} communicators"
         if job.runtime_bytes is None
         else "measured",
@@ -147,6 +166,15 @@ def _step_lines(finding: Finding) -> list[str]:
         f"  step time           {seconds(step.step_s)} estimated, {step.flops_per_s / 1e12:.0f} "
         "TFLOP/s a GPU (400 while it computes)",
     ]
+    encoder = finding.encoder
+    if encoder is not None:
+        shown = "not known, nor the memory of rows: give --items"
+        if encoder.efficiency is not None:
+            shown = (
+                f"{seconds(encoder.step_s)} of it, efficiency {encoder.efficiency:.3f}: "
+                f"{encoder.num_items:,} items, {encoder.num_rows:,} rows"
+            )
+        lines.append(f"  pictures            {shown}")
     if step.num_positions is not None and step.padding_share is not None:
         lines.append(
             f"  slots               {step.num_positions:,} at most, padding in "

@@ -1,12 +1,15 @@
 """The job that a training run's options describe on so many GPUs, and what GPUs it refuses."""
 
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from megatron_hdp.cli.checking.encoder import encoder_weights
 from megatron_hdp.megatron import options
 from megatron_hdp.planner.memory import Job
 from megatron_hdp.planner.shape import ModelShape
 
 if TYPE_CHECKING:
+    from megatron_hdp.encoders import ItemEncoder
     from megatron_hdp.megatron.options import TrainingArguments
 
 
@@ -48,7 +51,9 @@ def degree_refusals(arguments: "TrainingArguments", num_gpus: int) -> list[str]:
     return refusals
 
 
-def training_refusals(arguments: "TrainingArguments", shape: ModelShape) -> list[str]:
+def training_refusals(
+    arguments: "TrainingArguments", shape: ModelShape, encoder: "ItemEncoder | None" = None
+) -> list[str]:
     """What a run would refuse of the weights that it shall train, once its model is built."""
     refusals = []
     names = sorted({one for layer in shape.all_layers for one in layer.linears})
@@ -58,14 +63,17 @@ def training_refusals(arguments: "TrainingArguments", shape: ModelShape) -> list
             f"--lora-targets: found {' '.join(absent)}, which no layer of this model has, expected "
             f"some of {' '.join(names)}: name those"
         )
+    of_encoder = [] if encoder is None else encoder_weights(encoder)
     for pattern in arguments.hdp_frozen:
-        if shape.training((pattern,)).trains_all:
+        matches_encoder = any(fnmatchcase(name, pattern) for name, _ in of_encoder)
+        if shape.training((pattern,)).trains_all and not matches_encoder:
             refusals.append(
                 f"--hdp-frozen: found no weight whose name matches {pattern!r}, expected names of "
                 "weights as decoder.layers.0.mlp.linear_fc1.weight: begin the pattern with * to "
                 "match in every layer"
             )
-    if arguments.hdp_frozen and not shape.trained_parameters:
+    trains_encoder = any(weight.requires_grad for _, weight in of_encoder)
+    if arguments.hdp_frozen and not shape.trained_parameters and not trains_encoder:
         refusals.append(
             f"--hdp-frozen {' '.join(arguments.hdp_frozen)}: found every weight frozen, expected "
             "some to train: name fewer"

@@ -35,6 +35,7 @@ from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import on_every_rank
+from megatron_hdp.runtime.timeline import ENCODER, Timeline
 
 
 class JobEncoder:
@@ -49,6 +50,7 @@ class JobEncoder:
         settings: PlanSettings,
         reader: Reader,
         balance: str,
+        timeline: Timeline | None = None,
     ) -> None:
         """Every rank of the job must call this.
 
@@ -61,6 +63,7 @@ class JobEncoder:
         self.balance, self._settings = balance, settings
         self.dtype = _dtype_of(encoder)
         self.levels: int = getattr(encoder, "levels", 1)
+        self.timeline = timeline or Timeline()
         self._reader = replace(reader, reads_tokens=False, reads_mask=False)
         self._rank = dist.get_rank()
         on_every_rank(self._require_model, compute_device())
@@ -106,14 +109,15 @@ class JobEncoder:
     ) -> tuple[ItemPlan, float]:
         """Who encodes what, and how evenly."""
         per_row = self.encoder.patches_per_row
+        patches = media.counts * per_row
         batch = ItemBatch(
-            patches=media.counts * per_row,
+            patches=patches,
             consumers=readers[media.firsts],
             micro_batches=slots[media.firsts],
             num_ranks=dist.get_world_size(),
             ranks_per_node=dist.get_world_size(),
             patches_per_row=per_row,
-            patches_per_pack=self.encoder.patches_per_pack,
+            patches_per_pack=max(self.encoder.patches_per_pack, int(patches.max(initial=0))),
             most_ranks=1,
         )
         found = plan_items(batch, self.encoder.cost, self.balance)
@@ -165,6 +169,11 @@ class StepMedia:
     damaged: dict[int, str] = field(default_factory=dict)
     _made: torch.Tensor | None = None
     _levels: Sequence[torch.Tensor] = ()
+
+    @property
+    def patches(self) -> Int64Array:
+        """Of each item of the step, ``[items]``."""
+        return self.media.counts * self.job.encoder.patches_per_row
 
     @property
     def num_made(self) -> int:
@@ -225,7 +234,7 @@ class StepMedia:
         return found
 
     def _encoded(self) -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), self.job.timeline.span(ENCODER):
             found = [self._pack(pack) for pack in self.packs]
         if found:
             return torch.cat(found)
@@ -272,17 +281,17 @@ class StepMedia:
             weight.grad = None
         first = 0
         for pack in self.packs:
-            with torch.enable_grad():
-                rows = self._pack(pack)
-            here = slice(first, first + len(rows))
-            first = here.stop
-            if not torch.equal(rows.detach(), self._made[here]):
-                raise ValueError(
-                    f"found other rows of items {', '.join(map(str, pack))} on the encoder's "
-                    "second run than on its first, expected the same bits: it may draw nothing "
-                    "(dropout) and keep nothing between calls"
-                )
-            rows.backward(gradient[here])
+            here = slice(first, first := first + int(self.media.counts[pack].sum()))
+            with self.job.timeline.span(ENCODER):
+                with torch.enable_grad():
+                    rows = self._pack(pack)
+                if not torch.equal(rows.detach(), self._made[here]):
+                    raise ValueError(
+                        f"found other rows of items {', '.join(map(str, pack))} on the encoder's "
+                        "second run than on its first, expected the same bits: it may draw nothing "
+                        "(dropout) and keep nothing between calls"
+                    )
+                rows.backward(gradient[here])
 
 
 def _dtype_of(encoder: MediaEncoder) -> torch.dtype:

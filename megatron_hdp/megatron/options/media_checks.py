@@ -1,5 +1,7 @@
 """Checks what works together with an encoder; every check raises `OptionError`."""
 
+from dataclasses import fields
+
 from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.options import MediaOptions, OptionError, flag_of, no_effect
 
@@ -7,9 +9,9 @@ from megatron_hdp.options import MediaOptions, OptionError, flag_of, no_effect
 def check_media(args: TrainingArguments) -> None:
     """Checks that there is an encoder to balance, and nothing that does not know it."""
     if args.hdp_encoder is None:
-        default = MediaOptions().hdp_media_balance
-        if args.hdp_media_balance != default:
-            raise no_effect(flag_of("hdp_media_balance"), "--hdp-encoder")
+        for item in fields(MediaOptions):
+            if getattr(args, item.name) != item.default:
+                raise no_effect(flag_of(item.name), "--hdp-encoder")
         return
     refused = {
         "no --hybrid-data-parallel": not args.hybrid_data_parallel,

@@ -114,6 +114,9 @@ class StepFigures:
     """Tokens of the step that they stand for; likewise."""
     encoder_efficiency: float | None = figure("encoder efficiency")
     """Work of all items / ranks of the job / that of the busiest, by the plan; likewise."""
+    encoder_ms: float | None = figure("encoder (ms)", ".1f")
+    """Milliseconds that the slowest rank encoded, forward and, if it is trained, once more and
+    backward, without waiting for others; None without an encoder."""
     mtp_loss: float | None = figure("mtp loss", ".6E")
     """Nats: mean loss of multi-token prediction over its depths; None without MTP."""
     sequences: int = figure("sequences", ",", default=MISSING)
@@ -221,6 +224,8 @@ class StepReport(StepFigures):
     """The same of layers with a window: twice the pairs of query and key within it."""
     position_after: Position
     """Where in the data the next step begins."""
+    encoder_flop: float = 0.0
+    """FLOP of its items in the encoder, each encoded once and differentiated."""
     non_finite: tuple[str, ...] = ()
     """Micro-batches of any rank whose loss is NaN or infinite, in words."""
 

@@ -384,6 +384,7 @@ class HdpSteps:
                     "minus_steps_ahead": -(self.loaders.steps_ahead or 0),
                     "host_bytes": outcome.host_bytes,
                     "positions": step.share.num_slots,
+                    "encoding_s": self.items.encoding_s if self.items else 0.0,
                 },
                 device=compute_device(),
             )
@@ -416,6 +417,7 @@ class HdpSteps:
             host_bytes_max=int(job["host_bytes"]),
             planning_ms=totals.planning_ms,
             data_wait_ms=job["data_wait_s"] * 1e3,
+            encoder_ms=job["encoding_s"] * 1e3 if self.items else None,
             loaders=int(job["loaders"]) if self._has_plane else None,
             steps_ahead=-int(job["minus_steps_ahead"]) if self._has_plane else None,
             skipped_documents=sum(self._left_out.num_skipped),

@@ -27,11 +27,12 @@ from megatron_hdp.planner.memory.gpu import (
     stage_memory,
     waiting_activations,
 )
-from megatron_hdp.planner.memory.job import Job
+from megatron_hdp.planner.memory.job import EncoderMemory, Job
 
 __all__ = [
     "IN_FLIGHT_BYTES",
     "RESERVE",
+    "EncoderMemory",
     "Job",
     "StageMemory",
     "copies_bytes",

@@ -60,14 +60,18 @@ class StageMemory:
     loss: float
     runtime: float
     """What PyTorch does not count: CUDA, libraries, NCCL."""
+    rows: float = 0.0
+    """Of pictures: rows of the whole step, their gradients and what is sent of both."""
+    pack: float = 0.0
+    """Activations of one call of an encoder, while no micro-batch has any."""
 
     @property
     def total(self) -> float:
-        """Sum of all."""
-        state = self.weights + self.gradients + self.optimizer + self.runtime
-        work = self.recomputed + self.backward + self.loss
-        work += self.ring_buffers + self.second_stream + self.in_flight
-        return state + self.activations + self.keys + work
+        """Sum of all; of activations and of what works on them, or of a pack, the larger."""
+        state = self.weights + self.gradients + self.optimizer + self.runtime + self.rows
+        buffers = self.ring_buffers + self.second_stream + self.in_flight
+        work = self.activations + self.keys + self.recomputed + self.backward + self.loss
+        return state + buffers + max(work, self.pack)
 
 
 def num_communicators(job: Job) -> int:
@@ -140,6 +144,8 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
     dense += embedding * (embeddings + has_output)
     trained, trained_experts = _on_a_gpu(job, trained_of_layers)
     trained += embedding * (embeddings * shape.trains_embedding + has_output * shape.trains_output)
+    if job.encoder is not None:
+        dense, trained = dense + job.encoder.parameters, trained + job.encoder.trained
     b = job.value_bytes
     beside = job.most_alive(stage, [second_stream_kept_of_part(job, part) for part in parts])
     of_keys = [keys_of_part(job, part) for part in parts]
@@ -167,6 +173,8 @@ def stage_memory(job: Job, stage: int, most_tokens: int | None = None) -> StageM
         else 0.0,
         loss=_loss_bytes(job, tokens, embedding) if last else 0.0,
         runtime=runtime_bytes(job),
+        rows=job.encoder.rows_bytes if job.encoder else 0.0,
+        pack=job.encoder.pack_bytes if job.encoder else 0.0,
     )
 
 

@@ -9,6 +9,19 @@ from megatron_hdp.planner.stages import StageSplit, waiting_passes
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncoderMemory:
+    """What an encoder of pictures or sound holds of every GPU, whatever stage it is of."""
+
+    parameters: int
+    trained: int
+    """Parameters of them that are trained."""
+    rows_bytes: float
+    """Its rows in a step, their gradients and what is sent of both."""
+    pack_bytes: float
+    """Activations of one call, behind or before the micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One training job; degrees are assumed to divide."""
 
@@ -51,6 +64,8 @@ class Job:
     """Whether streams keep the latents that keys and values are made of."""
     runs_parts: bool = False
     """Whether micro-batches run in parts, whose keys and values later parts see."""
+    encoder: EncoderMemory | None = None
+    """Whole on every GPU; None: text alone."""
     double_rings: bool = False
     """Whether rings over several nodes are double (`planner.bounds`)."""
 

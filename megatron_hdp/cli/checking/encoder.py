@@ -1,0 +1,148 @@
+"""What an encoder of pictures or sound adds to a job: memory on every GPU, and time of a step."""
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_hdp.cli.checking.planned_step import StepForecast
+from megatron_hdp.cli.shared.item_sizes import read_sizes
+from megatron_hdp.media import ItemBatch, dealt, evaluate_items, plan_items
+from megatron_hdp.megatron.adapters import ENCODER
+from megatron_hdp.planner.memory import EncoderMemory, Job
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from megatron_hdp.encoders import ItemEncoder
+    from megatron_hdp.megatron.options import TrainingArguments
+
+_ROWS_IN, _ROWS_OUT = 4, 3
+"""Copies of rows at the busiest moment, when gradients go back. Of those that a rank has been
+given: they, their gradients, both levels by levels and as they are sent. Of those that it has made:
+they, and what arrives for them, before and after it is summed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderForecast:
+    """An encoder, and the pictures of one step, where these are given."""
+
+    parameters: int
+    trained_parameters: int
+    patches_per_pack: int
+    """The most patches of a call."""
+    num_items: int | None = None
+    num_rows: int | None = None
+    step_s: float = 0.0
+    """Seconds of a step in which all ranks encode."""
+    efficiency: float | None = None
+    """Work of all items / ranks / that of the busiest one."""
+    flop: float = 0.0
+    """Forward and backward, each item encoded once."""
+
+
+def encoder_of(arguments: "TrainingArguments") -> "ItemEncoder | None":
+    """The encoder of a run without its numbers, frozen as the flags say; None: it has none.
+
+    Raises:
+        ValueError: the folder of ``--hdp-encoder`` holds no model that is known.
+    """
+    if arguments.hdp_encoder is None:
+        return None
+    from megatron_hdp.encoders import described_encoder
+
+    patches = arguments.hdp_encoder_patches
+    found = described_encoder(arguments.hdp_encoder, patches_per_pack=patches)
+    for name, weight in encoder_weights(found):
+        is_frozen = any(fnmatchcase(name, one) for one in arguments.hdp_frozen)
+        if is_frozen or arguments.lora_rank is not None:
+            weight.requires_grad_(False)
+    return found
+
+
+def encoder_weights(encoder: "ItemEncoder") -> "list[tuple[str, Parameter]]":
+    """Its weights under their names in the whole model."""
+    return [(f"{ENCODER}.model.{name}", one) for name, one in encoder.named_parameters()]
+
+
+def with_encoder(
+    job: Job, arguments: "TrainingArguments", encoder: "ItemEncoder", items: str | None
+) -> tuple[Job, EncoderForecast]:
+    """The job with what its encoder holds, and what is told of it.
+
+    Args:
+        job: of the language model.
+        arguments: of the run.
+        encoder: as of `encoder_of`.
+        items: a file with the sizes of a step's pictures; None: it is not known what they take.
+
+    Raises:
+        ValueError: the file cannot be read, or no plan can be made of it.
+    """
+    weights = list(encoder.parameters())
+    trained = sum(one.numel() for one in weights if one.requires_grad)
+    forecast = EncoderForecast(
+        parameters=sum(one.numel() for one in weights),
+        trained_parameters=trained,
+        patches_per_pack=encoder.patches_per_pack,
+    )
+    rows_bytes = 0.0
+    if items is not None:
+        forecast, rows_bytes = _planned(forecast, job, arguments, encoder, items)
+    kept = encoder.shape.kept_bytes(job.value_bytes) + encoder.shape.working_bytes(job.value_bytes)
+    memory = EncoderMemory(
+        parameters=forecast.parameters,
+        trained=trained,
+        rows_bytes=rows_bytes,
+        pack_bytes=forecast.patches_per_pack * kept * bool(trained),
+    )
+    return replace(job, encoder=memory), forecast
+
+
+def with_encoding(step: StepForecast, encoder: EncoderForecast, num_gpus: int) -> StepForecast:
+    """A step whose pictures all GPUs encode besides."""
+    step_s = step.step_s + encoder.step_s
+    flop = step.flops_per_s * step.step_s * num_gpus + encoder.flop
+    return replace(step, step_s=step_s, flops_per_s=flop / step_s / num_gpus)
+
+
+def _planned(
+    forecast: EncoderForecast,
+    job: Job,
+    arguments: "TrainingArguments",
+    encoder: "ItemEncoder",
+    items: str,
+) -> tuple[EncoderForecast, float]:
+    """With the items of a file, dealt to the ranks in their order; and the bytes of rows."""
+    patches = read_sizes(items, encoder.shape.resizing).patches
+    places, micro_batches = dealt(patches, job.hdp_ranks, 1)
+    largest = max(encoder.patches_per_pack, int(patches.max()))
+    batch = ItemBatch(
+        patches=patches,
+        consumers=places * np.int32(job.tensor_ranks),
+        micro_batches=micro_batches,
+        num_ranks=job.num_gpus,
+        ranks_per_node=job.num_gpus,
+        patches_per_row=encoder.patches_per_row,
+        patches_per_pack=largest,
+        most_ranks=1,
+    )
+    made = plan_items(batch, encoder.cost, arguments.hdp_media_balance)
+    figures = evaluate_items(batch, made, encoder.cost)
+    rows = patches // encoder.patches_per_row
+    held = np.bincount(batch.consumers, weights=rows).max() * job.token_share
+    given = np.bincount(made.first_ranks, weights=rows).max()
+    of_packs = np.stack([made.first_ranks, made.phases, made.turns])
+    pack_of = np.unique(of_packs, axis=1, return_inverse=True)[1]
+    forecast = replace(
+        forecast,
+        patches_per_pack=int(np.bincount(pack_of, weights=patches).max()),
+        num_items=len(patches),
+        num_rows=int(rows.sum()),
+        step_s=figures.makespan_s,
+        efficiency=figures.efficiency,
+        flop=encoder.training_flop(patches),
+    )
+    width = encoder.levels * job.shape.hidden_size * job.value_bytes
+    return forecast, width * (_ROWS_IN * held + _ROWS_OUT * given)
