@@ -19,6 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.media import Decoded
 from megatron_hdp.data.mixture import Position, Source, TextSource
 from megatron_hdp.data_plane.asker import Asker, NotOpenError, late
 from megatron_hdp.data_plane.hooks import run_hook
@@ -41,6 +42,7 @@ from megatron_hdp.data_plane.roles import (
     PlanningService,
     PublishedSource,
     Wanted,
+    WantedPictures,
 )
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import SOCKET
@@ -191,6 +193,10 @@ class Loader:
     def load(self, wanted: Wanted) -> Loaded:
         """Return pieces of the source."""
         return self._opened().load(wanted)
+
+    def decode(self, wanted: WantedPictures) -> list[Decoded]:
+        """Return pictures of the source."""
+        return self._opened().decode(wanted)
 
     def lengths(self, rows: Int64Array) -> Int64Array:
         """Return tokens of rows."""

@@ -9,8 +9,15 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from megatron_hdp.data.media import Decoded
 from megatron_hdp.data_plane.names import NAMESPACE
-from megatron_hdp.data_plane.roles import FencedError, Loaded, SourceSilent, Wanted
+from megatron_hdp.data_plane.roles import (
+    FencedError,
+    Loaded,
+    SourceSilent,
+    Wanted,
+    WantedPictures,
+)
 from megatron_hdp.data_plane.wire import DataPlaneLost
 
 _PAUSE_S = 0.1
@@ -118,6 +125,11 @@ class Asker:
         """Return pieces of a source, of the first of its loaders that answers; see `ask_any`."""
         loaded: Loaded = self.ask_any(source, loaders, "load", [wanted])
         return loaded
+
+    def decode(self, source: str, loaders: Sequence[str], wanted: WantedPictures) -> list[Decoded]:
+        """Return pictures of a source, of the first of its loaders that answers."""
+        found: list[Decoded] = self.ask_any(source, loaders, "decode", [wanted])
+        return found
 
     def ask_any(
         self, source: str, loaders: Sequence[str], method: str, arguments: Sequence[Any]

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from megatron_hdp.data.media import Decoded
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.order import SourceOrder
-from megatron_hdp.data.steps import RankStep, Reader
+from megatron_hdp.data.steps import RankStep, Reader, WantedPicture
 from megatron_hdp.data_plane.node_files import log_of, mark_lost, why_lost
 from megatron_hdp.data_plane.records import to_plain
+from megatron_hdp.data_plane.roles import RankPictures
 from megatron_hdp.data_plane.setup import SplitSetup
-from megatron_hdp.data_plane.wire import DataPlaneLost, NodeClient, SegmentFolder, unpack
+from megatron_hdp.data_plane.wire import (
+    DataPlaneLost,
+    Message,
+    NodeClient,
+    SegmentFolder,
+    unpack,
+)
 
 _SPARE_S = 30.0  # what the constructor may need beyond its own time limit, to say so
 _TRIES = 3
@@ -66,8 +76,13 @@ class RayLoaders:
             ValueError: nothing of the step carries loss, or the data cannot be read.
             DataPlaneLost: the data plane does not answer; its log stays.
         """
-        try:
+        with self._telling_loss():
             return self._ahead.get(position)
+
+    @contextmanager
+    def _telling_loss(self) -> Iterator[None]:
+        try:
+            yield
         except (DataPlaneLost, FileNotFoundError) as error:
             if self._is_interrupted:  # the plane may be well
                 raise DataPlaneLost(str(error)) from error
@@ -92,6 +107,16 @@ class RayLoaders:
         """Never needed: one planner answers all ranks alike."""
         raise RuntimeError(f"the planner's answers differ between ranks: {failure}")
 
+    def decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
+        """Return pictures of the step that begins at a position, decoded by their loaders.
+
+        Raises:
+            ValueError: a file cannot be read.
+            DataPlaneLost: the data plane does not answer; its log stays.
+        """
+        with self._telling_loss():
+            return self._decode(position, wanted)
+
     def interrupt(self) -> None:
         """From any thread: who waits for a step here gets `DataPlaneLost`, now and later."""
         self._is_interrupted = True
@@ -106,19 +131,46 @@ class RayLoaders:
             self._segments.close()
 
     def _ask(self, position: Position) -> RankStep:
-        client, timeout_s = self._connected()
         request = {"request": "get", "position": position.to_record()}
+        answer, (mapped,) = self._mapped(request, lambda answer: [answer["segment"]])
+        self.num_loaders, self.steps_ahead = answer["loaders"], answer["steps_ahead"]
+        return unpack(mapped)
+
+    def _decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
+        pictures = RankPictures(
+            sources=tuple(one.source for one in wanted),
+            rows=tuple(one.row for one in wanted),
+            places=tuple(one.place for one in wanted),
+            num_bytes=tuple(one.picture.num_bytes for one in wanted),
+        )
+        request = {"request": "decode", "position": position.to_record()}
+        request["wanted"] = to_plain(pictures)
+        answer, mapped = self._mapped(
+            request, lambda answer: [segment for segment, _ in answer["blocks"]]
+        )
+        found: dict[int, Decoded] = {int(i): why for i, why in answer["damages"].items()}
+        for buffer, (_, places) in zip(mapped, answer["blocks"], strict=True):
+            at = 0
+            for i in places:
+                found[i] = np.frombuffer(buffer, np.uint8, pictures.num_bytes[i], at)
+                at += pictures.num_bytes[i]
+        return [found[i] for i in range(len(wanted))]
+
+    def _mapped(
+        self, request: Message, segments_of: Callable[[Message], Sequence[str]]
+    ) -> tuple[Message, list[memoryview]]:
+        """An answer, and the segments that it names."""
+        client, timeout_s = self._connected()
         for tries_left in reversed(range(_TRIES)):
             answer = client.call(request, timeout_s)
-            self.num_loaders, self.steps_ahead = answer["loaders"], answer["steps_ahead"]
             assert self._segments is not None
             try:
-                mapped = memoryview(self._segments.attach(answer["segment"]))
-                break
+                names = segments_of(answer)
+                return answer, [memoryview(self._segments.attach(name)) for name in names]
             except FileNotFoundError:  # dropped before it was mapped: the constructor makes it anew
                 if not tries_left:
                     raise
-        return unpack(mapped)
+        raise AssertionError("the last try has returned or raised")
 
     def _connected(self) -> tuple[NodeClient, float]:
         timeout_s = self._setup.loaders.timeout_s * self._setup.making_waits + _SPARE_S

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from megatron_hdp.data.media import Decoded
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.order import SourceOrder
-from megatron_hdp.data.steps import Loaders, LocalLoaders, RankStep
+from megatron_hdp.data.steps import Loaders, LocalLoaders, RankStep, WantedPicture
 from megatron_hdp.data_plane.loaders import RayLoaders
 
 
@@ -64,6 +65,10 @@ class LocalUntilPlane:
     def statically(self, step: RankStep, failure: str) -> RankStep:
         """Return a step under the static plan, read anew: a planner of a rank may fail alone."""
         return self._local.statically(step, failure)
+
+    def decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
+        """Return pictures, decoded here."""
+        return self._local.decode(position, wanted)
 
     def interrupt(self) -> None:
         """From any thread: who waits for the data plane gets `DataPlaneLost`, now and later."""

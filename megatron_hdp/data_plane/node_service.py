@@ -9,10 +9,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
+from megatron_hdp.arrays import ByteArray
+from megatron_hdp.data.media import Decoded
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import RankStep, Reader
 from megatron_hdp.data_plane.records import from_plain, to_plain
-from megatron_hdp.data_plane.roles import Answer, ConstructingService, Loaded, Wanted
+from megatron_hdp.data_plane.roles import (
+    Answer,
+    ConstructingService,
+    DecodingService,
+    Loaded,
+    RankPictures,
+    Wanted,
+    WantedPictures,
+)
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.wire import ClientRecord, Message, SegmentFolder, pack
 
@@ -34,6 +46,9 @@ class Others(Protocol):
     def load(self, source: str, loaders: Sequence[str], wanted: Wanted) -> Loaded:
         """Return pieces of a source."""
 
+    def decode(self, source: str, loaders: Sequence[str], wanted: WantedPictures) -> list[Decoded]:
+        """Return pictures of a source."""
+
     def go_on_without(self, split: str, source: str, why: str) -> None:
         """Tell the planner of a source that has failed."""
 
@@ -42,12 +57,19 @@ class Others(Protocol):
 class _Split:
     setup: SplitSetup
     service: ConstructingService[str]
+    decoding: DecodingService[str]
+
+    def close(self) -> None:
+        self.service.close()
+        self.decoding.close()
 
 
 class NodeService:
     """Answers the requests of `data_plane.loaders.RayLoaders`; a `wire.Handler`.
 
-    Requests are ``hello`` (setup and reader) and ``get`` (a position).
+    Requests are ``hello`` (setup and reader), ``get`` (a position) and ``decode`` (a position, and
+    which of the step's pictures). What was decoded for a client lies there until its next such
+    request, so a client maps it before.
     """
 
     def __init__(self, others: Others, segments: SegmentFolder, timeout_s: float) -> None:
@@ -68,6 +90,7 @@ class NodeService:
         self._answers: dict[str, Callable[[ClientRecord, Message], Message]] = {
             "hello": self._hello,
             "get": self._get,
+            "decode": self._decode,
         }
 
     def __call__(self, client: ClientRecord, request: Message) -> Message:
@@ -86,6 +109,7 @@ class NodeService:
         facts = client.facts
         if not facts:
             return
+        self._remove_pictures(client)
         with self._lock:
             self._num_readers[facts["split"], facts["reader"]] -= 1
             is_last = not self._num_readers[facts["split"], facts["reader"]]
@@ -113,7 +137,7 @@ class NodeService:
     def close(self) -> None:
         """Drop all steps."""
         for one in self._splits.values():
-            one.service.close()
+            one.close()
         self._segments.close()
 
     def _hello(self, client: ClientRecord, request: Message) -> Message:
@@ -124,7 +148,7 @@ class NodeService:
         with self._lock:
             key = setup.split, reader
             self._num_readers[key] = self._num_readers.get(key, 0) + 1
-            client.facts = {"split": setup.split, "reader": reader}
+            client.facts = {"split": setup.split, "reader": reader, "pictures": []}
         split.service.add(reader)
         return {"segments": str(self._segments.path)}
 
@@ -135,8 +159,12 @@ class NodeService:
             if found is not None and found.setup == setup:
                 return found
             self._others.configure(setup)
+            names = [one.name for one in setup.spec.sources]
+            decoding = DecodingService(
+                names, self._others.decode, self._lay_out_pictures, self._segments.remove
+            )
             service: ConstructingService[str] = ConstructingService(
-                [one.name for one in setup.spec.sources],
+                names,
                 partial(self._others.plan, setup.split),
                 self._others.load,
                 self._lay_out,
@@ -146,27 +174,54 @@ class NodeService:
                 tell_planner=partial(self._others.go_on_without, setup.split),
             )
             if found is not None:
-                found.service.close()
-            self._splits[setup.split] = made = _Split(setup, service)
+                found.close()
+            self._splits[setup.split] = made = _Split(setup, service, decoding)
             return made
 
     def _get(self, client: ClientRecord, request: Message) -> Message:
+        split, asked = self._asked(client, request)
+        segment = split.service.get(*asked)
+        return {
+            "segment": segment,
+            "steps_ahead": split.service.num_ahead,
+            "loaders": split.service.num_loaders,
+        }
+
+    def _decode(self, client: ClientRecord, request: Message) -> Message:
+        split, asked = self._asked(client, request)
+        wanted = from_plain(RankPictures, request["wanted"])
+        self._remove_pictures(client)
+        found = split.decoding.get(wanted, split.service.crew(*asked))
+        client.facts["pictures"] = [segment for segment, _ in found.blocks]
+        return {
+            "blocks": found.blocks,
+            "damages": {str(i): why for i, why in found.damages.items()},
+        }
+
+    def _asked(
+        self, client: ClientRecord, request: Message
+    ) -> tuple[_Split, tuple[Position, Reader, float]]:
         if not client.facts:
             raise ValueError("found a request without a hello before it, expected one")
         split = self._splits[client.facts["split"]]
-        service = split.service
         position = Position.from_record(request["position"])
         limit_s = self._timeout_s * split.setup.making_waits + _SPARE_S
-        segment = service.get(position, client.facts["reader"], limit_s)
-        return {
-            "segment": segment,
-            "steps_ahead": service.num_ahead,
-            "loaders": service.num_loaders,
-        }
+        return split, (position, client.facts["reader"], limit_s)
+
+    def _remove_pictures(self, client: ClientRecord) -> None:
+        for segment in client.facts["pictures"]:
+            self._segments.remove(segment)
+        client.facts["pictures"] = []
 
     def _lay_out(self, step: RankStep) -> str:
         packed = pack(step)
         name = f"step-{next(self._numbers)}"
         with self._segments.create(name, packed.num_bytes) as buffer:
             packed.write_into(buffer)
+        return name
+
+    def _lay_out_pictures(self, pictures: Sequence[ByteArray]) -> str:
+        name, num_bytes = f"pictures-{next(self._numbers)}", sum(one.nbytes for one in pictures)
+        with self._segments.create(name, num_bytes) as buffer:
+            np.concatenate([one.ravel() for one in pictures], out=np.frombuffer(buffer, np.uint8))
         return name

@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
+from megatron_hdp.data.media import decoded
 from megatron_hdp.data.mixture import Position, Step
 from megatron_hdp.media import Patches, Sound
 from megatron_hdp.megatron.media import BatchMedia, MediaItem, StepMedia
@@ -92,7 +93,8 @@ class CheckedBatch:
             EveryRankError: more sequences in a row are damaged than that.
         """
         if self.step_media is not None:
-            self.step_media.decode(most_damaged)
+            self.step_media.decode(lambda items: decoded([self.media[i].data for i in items]))
+            self.step_media.agree_on_damages(most_damaged)
 
     def num_loss_tokens(self, shift: int) -> Int64Array:
         """Those of each sequence, ``[n]``, but the first `shift` tokens of it."""

@@ -13,9 +13,8 @@ from megatron_hdp.data_plane.loaders import RayLoaders
 from megatron_hdp.data_plane.meanwhile import LocalUntilPlane
 from megatron_hdp.data_plane.node_service import NodeService
 from megatron_hdp.data_plane.wire import DataPlaneLost, NodeServer, SegmentFolder
-from tests.data_plane.test_node_service import FakeOthers
 from tests.support.node import until
-from tests.support.thread_plane import local_steps, plan_settings, planner_of, require_same
+from tests.support.thread_plane import Others, local_steps, plan_settings, planner_of, require_same
 
 READER = Reader(0, 10**6)
 
@@ -38,7 +37,7 @@ def test_steps_are_the_same_before_and_behind_the_change(both, corpus, services,
         loaders.append(both.num_loaders)
         position = step.totals.after
         if number == 2:
-            service = NodeService(FakeOthers(services), SegmentFolder.make("steps", tmp_path), 20.0)
+            service = NodeService(Others(services), SegmentFolder.make("steps", tmp_path), 20.0)
             server = NodeServer(tmp_path / "node.sock", service)
             until(lambda: both._plane.has_answered)
         if number < 5:

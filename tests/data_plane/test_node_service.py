@@ -17,7 +17,7 @@ from megatron_hdp.data_plane.records import to_plain
 from megatron_hdp.data_plane.wire import DataPlaneLost, NodeServer, SegmentFolder
 from tests.support.node import client_of, until
 from tests.support.thread_plane import (
-    Loaders,
+    Others,
     Planner,
     local_steps,
     plan_settings,
@@ -28,29 +28,9 @@ from tests.support.thread_plane import (
 V = 10**6
 
 
-class FakeOthers:
-    """Planner and loaders in this process."""
-
-    num_takeovers, longest_takeover_s = 2, 0.5
-
-    def __init__(self, services):
-        self.setups, self.planners, self.load = [], {}, Loaders(services)
-        self.failed = []
-
-    def configure(self, setup):
-        self.setups.append(setup)
-        self.planners[setup.split] = Planner(planner_of(setup))
-
-    def plan(self, split, position, ranks):
-        return self.planners[split](position, ranks)
-
-    def go_on_without(self, split, source, why):
-        self.failed.append((split, source, why))
-
-
 @pytest.fixture
 def others(services):
-    return FakeOthers(services)
+    return Others(services)
 
 
 @pytest.fixture

@@ -172,6 +172,7 @@ class Planner:
             shares=self._planner.shares(planned).of(ranks),
             loaders={name: tuple(f"{name}-{i}" for i in numbers) for name in names},
             num_serving=dict.fromkeys(names, count),
+            planned=planned if self._planner.corpus.has_pictures else None,
         )
 
 
@@ -191,3 +192,28 @@ class Loaders:
             delay_ms = self._delays_ms[len(self.asked) % len(self._delays_ms)]
         time.sleep(delay_ms / 1000)
         return self._services[source].load(wanted)
+
+
+class Others:
+    """Planner and loaders of a node service, in this process."""
+
+    num_takeovers, longest_takeover_s = 2, 0.5
+
+    def __init__(self, services):
+        self._services = services
+        self.setups, self.planners, self.load = [], {}, Loaders(services)
+        self.failed, self.decoded = [], []
+
+    def configure(self, setup):
+        self.setups.append(setup)
+        self.planners[setup.split] = Planner(planner_of(setup))
+
+    def plan(self, split, position, ranks):
+        return self.planners[split](position, ranks)
+
+    def decode(self, source, loaders, wanted):
+        self.decoded.append((source, tuple(loaders), wanted))
+        return self._services[source].decode(wanted)
+
+    def go_on_without(self, split, source, why):
+        self.failed.append((split, source, why))

@@ -265,10 +265,12 @@ def test_pictures_want_an_encoder(run_ranks, tmp_path):
     whole = pictures_run(tmp_path, steps=1)
     said = run_ranks(1, one_sentence, replace(whole, hdp_encoder=None, **ALONE))[0]
     assert "found a source with pictures and nothing to encode them" in said
-    with_plane = tmp_path / "plane.yaml"
-    with_plane.write_text(sources.MIXTURE + "loaders: {backend: ray}\n")
-    said = run_ranks(1, one_sentence, replace(whole, hdp_data=with_plane, **ALONE))[0]
-    assert "found loaders of a data plane (backend: ray) beside --hdp-encoder" in said
+    may_fail = tmp_path / "may-fail.yaml"
+    keys = "format: chat\n    on-failure: go-on-without"
+    may_fail.write_text(sources.MIXTURE.replace("format: chat", keys))
+    with_plane = replace(whole, hdp_data=may_fail, hdp_loaders="ray", **ALONE)
+    said = run_ranks(1, one_sentence, with_plane)[0]
+    assert "found on-failure: go-on-without of source 'pictures', which has pictures" in said
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "llama"}')

@@ -20,9 +20,11 @@ from megatron_hdp.data.media.sizes import (
     size_of_picture,
 )
 from megatron_hdp.data.media.stored import (
+    Decoded,
     PictureFiles,
     StoredPicture,
     bytes_of_picture,
+    decoded,
     listed_pictures,
     section,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "MOST_PIXELS",
     "MOST_SIDE",
     "SUFFIX",
+    "Decoded",
     "ItemPlace",
     "Items",
     "ItemsWriter",
@@ -45,6 +48,7 @@ __all__ = [
     "StoredPicture",
     "bytes_of_picture",
     "concatenate_items",
+    "decoded",
     "listed_pictures",
     "patches_of_picture",
     "section",

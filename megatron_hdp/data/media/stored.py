@@ -3,24 +3,28 @@
 import io
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_hdp.arrays import AnyArray
+from megatron_hdp.arrays import AnyArray, ByteArray
 from megatron_hdp.data.formats import PartReader, Record, Table, table_of
 from megatron_hdp.data.media.pictures import patches_of_picture
 from megatron_hdp.data.media.settings import PictureSettings
 from megatron_hdp.data.media.sizes import PictureError
+from megatron_hdp.data.tokenizers import available_cpus
 from megatron_hdp.media import Resizing
 
 _LISTS = ("image", "images")
 _KEPT_BYTES = 2**28
 _BUFFER_BYTES = 8192
 _COLOURS, _GREY = 3, 128
+
+Decoded = ByteArray | str
+"""The values of a picture's patches, or why it is damaged."""
 
 
 class PictureFiles:
@@ -85,6 +89,8 @@ class StoredPicture:
 
     seconds: float | None = None
     """It is no video."""
+    found: Decoded | None = None
+    """What was decoded of it, somewhere."""
 
     def __init__(
         self, files: PictureFiles, name: str, offset: int, size: int, height: int, width: int
@@ -100,13 +106,43 @@ class StoredPicture:
         """Return the same on every rank, wherever its files lie there."""
         return f"StoredPicture{(*self._place, self.height, self.width, self.grid)}"
 
-    @cached_property
+    @property
     def pixels(self) -> AnyArray:
-        """The values of its patches, uint8, read and decoded now, and kept.
+        """The values of its patches, uint8, read and decoded if they were not yet, and kept.
+
+        Of one that was found to be damaged they are grey.
 
         Raises:
             PictureError: it is damaged, gone, or of another size than its header was.
         """
+        if self.found is None:
+            self.found = self._decode()
+        if isinstance(self.found, str):
+            return np.full(self.values.shape, _GREY, dtype=np.uint8)
+        return self.found.reshape(self.values.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return int(np.prod(self.values.shape))
+
+    def decoded(self) -> Decoded:
+        """Return its values, read and decoded now, and not kept; or why they cannot be had.
+
+        Raises:
+            ValueError: the file cannot be read.
+        """
+        try:
+            return self._decode()
+        except PictureError as error:
+            return str(error)
+        except OSError as error:
+            raise ValueError(
+                f"a picture cannot be read: {error}; expected the files of a prepared source to "
+                "stay"
+            ) from error
+
+    def _decode(self) -> ByteArray:
         name, settings = self._place[0], self._files.settings
         where = f"{os.path.join(self._files.folder, name)} (from {self._place[1]:,} on)"
         found = patches_of_picture(
@@ -122,10 +158,6 @@ class StoredPicture:
             )
         return found.values
 
-    def make_grey(self) -> None:
-        """Take grey for its pixels, which cannot be read."""
-        self.pixels = np.full(self.values.shape, _GREY, dtype=np.uint8)
-
 
 class _Values:
     """Stands for an array of known shape; becomes it when numpy asks."""
@@ -140,6 +172,16 @@ class _Values:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> AnyArray:
         return np.array(self._picture.pixels, dtype=dtype, copy=copy)
+
+
+def decoded(pictures: Sequence[StoredPicture]) -> list[Decoded]:
+    """Return pictures, decoded in as many threads as this process may use processors.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    with ThreadPoolExecutor(max(1, available_cpus())) as pool:
+        return list(pool.map(StoredPicture.decoded, pictures))
 
 
 def grid_of(resizing: Resizing, height: int, width: int) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -163,13 +164,21 @@ class PictureSource(TableSource):
         """Return the pictures of a row's first tokens, each with the first of its tokens."""
         document = self.document(row)
         begins = self.pictures.begins(self.pictures.of_document(document))
-        items, found = self.pictures.items, []
+        items: Items = self.pictures.items
+        found = []
         for begin, one in zip(begins.tolist(), items.of(document), strict=True):
             if begin < length:
-                name = items.name(int(one["file"]))
-                numbers = (int(one[key]) for key in ("offset", "size", "height", "width"))
-                found.append((begin, StoredPicture(self.pictures.files, name, *numbers)))
+                found.append((begin, self._stored(one)))
         return found
+
+    def picture(self, row: int, place: int) -> StoredPicture:
+        """Return a picture of a row, by its place among them."""
+        return self._stored(self.pictures.items.of(self.document(row))[place])
+
+    def _stored(self, item: Any) -> StoredPicture:
+        name = self.pictures.items.name(int(item["file"]))
+        numbers = (int(item[key]) for key in ("offset", "size", "height", "width"))
+        return StoredPicture(self.pictures.files, name, *numbers)
 
     def kept(self) -> BoolArray:
         """Return which of the pair's items its rows have, ``[items]``."""

@@ -5,6 +5,7 @@ from megatron_hdp.data.steps.loaders import (
     LocalLoaders,
     LostSource,
     RankStep,
+    WantedPicture,
     read_step,
 )
 from megatron_hdp.data.steps.micro_batch import (
@@ -42,6 +43,7 @@ __all__ = [
     "StepShares",
     "StepTotals",
     "TokenSource",
+    "WantedPicture",
     "costed",
     "padding_micro_batch",
     "pieces_of",

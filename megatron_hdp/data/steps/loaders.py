@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from megatron_hdp.data.media import Decoded, StoredPicture, decoded
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.order import SourceOrder
@@ -42,7 +43,20 @@ class RankStep:
     """Padding included, in the order in which they run."""
     lost: tuple[LostSource, ...] = ()
     planned: PlannedStep | None = field(default=None, compare=False)
-    """The whole step, where the rank has drawn it itself."""
+    """The whole step, where the rank has drawn it itself or has to encode pictures of it."""
+    items: object = field(default=None, compare=False)
+    """What the rank does with the step's items, for those who prepare that ahead."""
+
+
+@dataclass(frozen=True)
+class WantedPicture:
+    """A picture of a step that a rank encodes."""
+
+    source: int
+    row: int
+    place: int
+    """Among the pictures of its row."""
+    picture: StoredPicture
 
 
 def read_step(
@@ -82,6 +96,13 @@ class Loaders(Protocol):
     def statically(self, step: RankStep, failure: str) -> RankStep:
         """Return a step under the static plan: planning it failed on another rank."""
 
+    def decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
+        """Return pictures of the step that begins at a position.
+
+        Raises:
+            ValueError: a file cannot be read.
+        """
+
     def interrupt(self) -> None:
         """From any thread: who waits here for another process raises."""
 
@@ -119,6 +140,14 @@ class LocalLoaders:
     def statically(self, step: RankStep, failure: str) -> RankStep:
         """Return a step under the static plan, read anew."""
         return self._read(self._planner.statically(step.totals.before, failure))
+
+    def decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
+        """Return pictures, decoded now in as many threads as this process may use processors.
+
+        Raises:
+            ValueError: a file cannot be read.
+        """
+        return decoded([one.picture for one in wanted])
 
     def interrupt(self) -> None:
         """Nothing: nobody waits here for another process."""

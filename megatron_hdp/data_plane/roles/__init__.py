@@ -1,9 +1,16 @@
 """What planner, loaders and constructors do, wherever they run: no Ray, no sockets."""
 
 from megatron_hdp.data_plane.roles.constructing import ConstructingService
+from megatron_hdp.data_plane.roles.decoding import DecodingService, LaidOut, RankPictures
 from megatron_hdp.data_plane.roles.failures import FAILURES, SourceSilent, why_of
 from megatron_hdp.data_plane.roles.journal import Entry, FencedError, Journal
-from megatron_hdp.data_plane.roles.loading import Loaded, LoaderFigures, LoadingService, Wanted
+from megatron_hdp.data_plane.roles.loading import (
+    Loaded,
+    LoaderFigures,
+    LoadingService,
+    Wanted,
+    WantedPictures,
+)
 from megatron_hdp.data_plane.roles.planning import Answer, PlanningService
 from megatron_hdp.data_plane.roles.published import PublishedSource
 from megatron_hdp.data_plane.roles.scaling import Scaling, Seen
@@ -12,17 +19,21 @@ __all__ = [
     "FAILURES",
     "Answer",
     "ConstructingService",
+    "DecodingService",
     "Entry",
     "FencedError",
     "Journal",
+    "LaidOut",
     "Loaded",
     "LoaderFigures",
     "LoadingService",
     "PlanningService",
     "PublishedSource",
+    "RankPictures",
     "Scaling",
     "Seen",
     "SourceSilent",
     "Wanted",
+    "WantedPictures",
     "why_of",
 ]

@@ -8,13 +8,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.steps import Pieces, RankStep, Reader, pieces_of
+from megatron_hdp.data_plane.roles.decoding import Crew
 from megatron_hdp.data_plane.roles.failures import FAILURES, why_of
 from megatron_hdp.data_plane.roles.fetched import Fetched
 from megatron_hdp.data_plane.roles.loading import Loaded, Wanted, turns_of
@@ -130,6 +131,23 @@ class ConstructingService(Generic[T]):
             ValueError: what planner or loader say of the data or the step.
             TimeoutError: it is not made in time.
         """
+        made, is_late = self._wait(position, reader, timeout_s)
+        if is_late and made.slowest is not None:
+            self.figures.waited_for[made.slowest] += 1
+        self._expect(made.after.knowing(position), self._steps_ahead)
+        return made.steps[reader]
+
+    def crew(self, position: Position, reader: Reader, timeout_s: float) -> Crew:
+        """Return who served the sources when a reader's step that begins at a position was made.
+
+        Raises:
+            ValueError: what planner or loader say of the data or the step.
+            TimeoutError: it is not made in time.
+        """
+        return self._wait(position, reader, timeout_s)[0].crew
+
+    def _wait(self, position: Position, reader: Reader, timeout_s: float) -> tuple[_Made[T], bool]:
+        """A step, once it is made, and whether it was not when it was asked for."""
         with self._awaited(position):
             future = self._made(position, reader)
             is_late = not future.done()
@@ -145,11 +163,7 @@ class ConstructingService(Generic[T]):
             if failure is not None:
                 self._forget(position, future)
                 raise failure
-        made = future.result()
-        if is_late and made.slowest is not None:
-            self.figures.waited_for[made.slowest] += 1
-        self._expect(made.after.knowing(position), self._steps_ahead)
-        return made.steps[reader]
+        return future.result(), is_late
 
     def close(self) -> None:
         """End all threads and drop all steps; what is being fetched ends by its own time limit."""
@@ -246,12 +260,13 @@ class ConstructingService(Generic[T]):
             self._tell_planner(name, fetched.lost[name])
         if time.monotonic() - planned < planned - began:
             slowest = None  # it was the planner that took longer
-        steps = {
-            one: self._lay_out(fetched.step(answer.totals, shares[one.hdp_rank], one))
-            for one in readers
-        }
+        steps = {}
+        for one in readers:
+            step = fetched.step(answer.totals, shares[one.hdp_rank], one)
+            steps[one] = self._lay_out(replace(step, planned=answer.planned))
         self.figures.steps += 1
-        return _Made(answer.totals.after, steps, slowest)
+        crew = Crew(loaders=answer.loaders, num_serving=answer.num_serving)
+        return _Made(answer.totals.after, steps, slowest, crew)
 
     def _fetch(self, of_ranks: Sequence[Pieces], answer: Answer) -> tuple[Fetched, str | None]:
         """Ask the sources' loaders for all that the node's ranks read, each piece once.
@@ -304,3 +319,4 @@ class _Made(Generic[T]):
     steps: dict[Reader, T]
     slowest: str | None
     """The source whose tokens came last."""
+    crew: Crew

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_hdp.arrays import ByteArray, Int64Array
-from megatron_hdp.data.mixture import Source
+from megatron_hdp.data.media import Decoded
+from megatron_hdp.data.mixture import PictureSource, Source
 
 _BLOCK = 64  # rows
 
@@ -30,6 +31,14 @@ class Wanted:
     def num_tokens(self) -> int:
         """Tokens of all pieces."""
         return int(self.counts.sum())
+
+
+@dataclass(frozen=True)
+class WantedPictures:
+    """Pictures of one source's rows, ``[n]`` each; see `data.steps.WantedPicture`."""
+
+    rows: Int64Array
+    places: Int64Array
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,22 @@ class LoadingService:
             with self._lock:
                 self._figures.tokens += wanted.num_tokens
             return loaded
+
+    def decode(self, wanted: WantedPictures) -> list[Decoded]:
+        """Read and decode pictures.
+
+        Raises:
+            ValueError: the source has none, or a file cannot be read.
+        """
+        source = self._source
+        if not isinstance(source, PictureSource):
+            raise ValueError(
+                f"found a question for pictures of source '{source.name}', expected tokens alone: "
+                "it has no media"
+            )
+        places = zip(wanted.rows.tolist(), wanted.places.tolist(), strict=True)
+        with self._working():
+            return [source.picture(row, place).decoded() for row, place in places]
 
     def _load(self, wanted: Wanted) -> Loaded:
         self._source.lengths(np.unique(wanted.rows))  # text is decoded together, not row by row

@@ -37,21 +37,25 @@ class Answer:
     """Of each source, by name: whom to ask for its tokens, those that stand by at the end."""
     num_serving: Mapping[str, int]
     """How many of them, from the first, share the work."""
+    planned: PlannedStep | None = None
+    """The whole step, where it may have pictures: any rank may have to encode any of them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle shares as a few strings; arrays, dozens a node, would take three times as long."""
         packed = PackedShares.of(self.shares)
-        return _answer, (self.epoch, self.totals, packed, self.loaders, self.num_serving)
+        serving = self.loaders, self.num_serving
+        return _answer, (self.epoch, self.totals, packed, *serving, self.planned)
 
 
-def _answer(epoch: int, totals: StepTotals, packed: PackedShares, *serving: Any) -> Answer:
-    return Answer(epoch, totals, packed.unpack(), *serving)
+def _answer(epoch: int, totals: StepTotals, packed: PackedShares, *others: Any) -> Answer:
+    return Answer(epoch, totals, packed.unpack(), *others)
 
 
 @dataclass(frozen=True)
 class _Decided:
     totals: StepTotals
     shares: StepShares
+    planned: PlannedStep | None
 
 
 class PlanningService:
@@ -145,6 +149,7 @@ class PlanningService:
             shares=found,
             loaders=self._loaders,
             num_serving=self._num_serving,
+            planned=decided.planned,
         )
 
     def close(self) -> None:
@@ -217,7 +222,8 @@ class PlanningService:
                 f"{dict(totals.fingerprints)}, expected {dict(known.fingerprints)}): the data "
                 "changed during the run: restore them"
             )
-        return _Decided(totals, self._planner.shares(planned))
+        has_pictures = self._planner.corpus.has_pictures
+        return _Decided(totals, self._planner.shares(planned), planned if has_pictures else None)
 
     def _planned(self, begin: Position, without: Mapping[str, str]) -> PlannedStep:
         try:

@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 
 from megatron_hdp.arrays import AnyArray
-from megatron_hdp.data.steps import LostSource, RankMicroBatch, RankShare, RankStep, StepTotals
+from megatron_hdp.data.mixture import Position, Step
+from megatron_hdp.data.steps import (
+    LostSource,
+    PlannedStep,
+    RankMicroBatch,
+    RankShare,
+    RankStep,
+    StepTotals,
+)
+from megatron_hdp.planner import Plan
 
 ALIGNMENT_BYTES = 64
 _MAGIC = b"HDPSTEP1"
 _PREFIX = struct.Struct("<8sQ")
-_TYPES = ("<i8", "<f8", "|b1")
+_TYPES = ("<i8", "<f8", "|b1", "|u1")
 
-Record = TypeVar("Record", RankShare, RankMicroBatch)
+Record = TypeVar("Record", RankShare, RankMicroBatch, Step)
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ def pack(step: RankStep) -> Packed:
         "share": _record_of(step.share, arrays),
         "micro_batches": [_record_of(one, arrays) for one in step.micro_batches],
         "lost": [asdict(one) for one in step.lost],
+        "planned": None if step.planned is None else _record_of_planned(step.planned, arrays),
     }
     # orjson would write NaN and infinity as null
     header = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
@@ -77,6 +87,7 @@ def unpack(buffer: memoryview) -> RankStep:
         _from_record(RankShare, record["share"], buffer, data),
         tuple(_from_record(RankMicroBatch, one, buffer, data) for one in record["micro_batches"]),
         tuple(LostSource(**{**one, "ids": tuple(one["ids"])}) for one in record["lost"]),
+        record["planned"] and _planned(record["planned"], buffer, data),
     )
 
 
@@ -108,7 +119,25 @@ class _Arrays:
         return {"type": array.dtype.str, "count": len(array), "at": offset}
 
 
-def _record_of(one: RankShare | RankMicroBatch, arrays: _Arrays) -> dict[str, Any]:
+def _record_of_planned(one: PlannedStep, arrays: _Arrays) -> dict[str, Any]:
+    step = replace(one.step, before=None, after=None)  # type: ignore[arg-type]
+    return {
+        "step": _record_of(step, arrays),
+        "borders": [one.step.before.to_record(), one.step.after.to_record()],
+        "plan": arrays.place(np.frombuffer(one.plan.to_json(), dtype=np.uint8)),
+        "failure": one.failure,
+    }
+
+
+def _planned(record: dict[str, Any], buffer: memoryview, data: int) -> PlannedStep:
+    before, after = map(Position.from_record, record["borders"])
+    step = _from_record(Step, record["step"], buffer, data)
+    text = record["plan"]
+    plan = Plan.from_json(_view(buffer, text["type"], text["count"], data + text["at"]).tobytes())
+    return PlannedStep(replace(step, before=before, after=after), plan, record["failure"])
+
+
+def _record_of(one: RankShare | RankMicroBatch | Step, arrays: _Arrays) -> dict[str, Any]:
     record = {item.name: getattr(one, item.name) for item in fields(one)}
     for name, value in record.items():
         if isinstance(value, np.ndarray):

@@ -6,26 +6,26 @@ once it is decoded, by the one rank that encodes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 
-from megatron_hdp.data.media import PictureError, StoredPicture
-from megatron_hdp.data.tokenizers import available_cpus
+from megatron_hdp.data.media import StoredPicture
 from megatron_hdp.megatron.media.items import ItemHolder
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.runtime.gathering import gathered, largest, on_every_rank
 
 
-def decode_pictures(batch: ItemHolder, mine: Sequence[int], most_in_a_row: int) -> dict[int, str]:
-    """Decodes the stored pictures that this rank encodes, with all processors that it has.
+def agree_on_damages(
+    batch: ItemHolder, damages_here: Callable[[], dict[int, str]], most_in_a_row: int
+) -> dict[int, str]:
+    """Leaves sequences with damaged pictures out of a step's loss.
 
-    Of a sequence with a damaged one no token is trained, and grey stands for the picture. Every
-    rank must call this.
+    Every rank must call this.
 
     Args:
         batch: the same on every rank.
-        mine: items of this rank.
+        damages_here: why pictures of this rank, by their items, are damaged, which are grey then;
+            raises a ValueError where a file cannot be read.
         most_in_a_row: sequences with pictures that may be damaged one after another.
 
     Returns:
@@ -37,7 +37,7 @@ def decode_pictures(batch: ItemHolder, mine: Sequence[int], most_in_a_row: int) 
     if not any(isinstance(one.data, StoredPicture) for one in batch.media):
         return {}
     device = compute_device()
-    damages = on_every_rank(partial(_damages, batch, mine), device)
+    damages = on_every_rank(damages_here, device)
     if not largest([len(damages)], device)[0]:
         return {}
     whys = {item: why for of_rank in gathered(damages) for item, why in of_rank.items()}
@@ -48,29 +48,6 @@ def decode_pictures(batch: ItemHolder, mine: Sequence[int], most_in_a_row: int) 
         batch.loss_mask[begin : begin + int(batch.lengths[sequence])] = False
         say(f"left sequence {sequence} of the step out of training: {why}")
     return damaged
-
-
-def _damages(batch: ItemHolder, mine: Sequence[int]) -> dict[int, str]:
-    """Why pictures of this rank are damaged, which are grey then."""
-
-    def why(item: int) -> str | None:
-        picture = batch.media[item].data
-        if isinstance(picture, StoredPicture):
-            try:
-                _ = picture.pixels
-            except PictureError as error:
-                picture.make_grey()
-                return str(error)
-        return None
-
-    try:
-        with ThreadPoolExecutor(max(1, available_cpus())) as pool:
-            found = dict(zip(mine, pool.map(why, mine), strict=True))
-    except OSError as error:
-        raise ValueError(
-            f"a picture cannot be read: {error}; expected the files of a prepared source to stay"
-        ) from error
-    return {item: words for item, words in found.items() if words is not None}
 
 
 def _require_few(batch: ItemHolder, damaged: dict[int, str], most_in_a_row: int) -> None:

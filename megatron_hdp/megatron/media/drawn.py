@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,3 +44,12 @@ class DrawnItems:
     def step(self) -> Step:
         """The step itself."""
         return self.drawn
+
+    def places(self) -> list[int]:
+        """Of each item, its place among the pictures of its row."""
+        counts: Counter[int] = Counter()
+        found = []
+        for one in self.media:
+            found.append(counts[one.sequence])
+            counts[one.sequence] += 1
+        return found

@@ -8,7 +8,7 @@ stay sums over items, so they are those of one rank that encoded all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.arrays import BoolArray, Int32Array, Int64Array
+from megatron_hdp.data.media import Decoded, StoredPicture
 from megatron_hdp.data.steps import (
     PlanSettings,
     RankMicroBatch,
@@ -28,7 +29,7 @@ from megatron_hdp.data.steps import (
 )
 from megatron_hdp.media import ItemBatch, ItemPlan, evaluate_items, plan_items
 from megatron_hdp.media.rows import RowExchange, row_exchange
-from megatron_hdp.megatron.media.damaged import decode_pictures
+from megatron_hdp.megatron.media.damaged import agree_on_damages
 from megatron_hdp.megatron.media.items import BatchMedia, ItemHolder, MediaEncoder
 from megatron_hdp.megatron.model import FIRST_MARK, require_layers, rows_for_marks, turn_by_axes
 from megatron_hdp.megatron.options import TrainingArguments
@@ -36,6 +37,9 @@ from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import on_every_rank
 from megatron_hdp.runtime.timeline import ENCODER, Timeline
+
+Decoder = Callable[[Sequence[int]], list[Decoded]]
+"""Of items of a step that are stored pictures; a ValueError says that a file cannot be read."""
 
 
 class JobEncoder:
@@ -153,7 +157,7 @@ class StepMedia:
     """What one rank does with the items of one step.
 
     Attributes:
-        damaged: why sequences carry no loss in it, by their place; once `decode` has run.
+        damaged: why sequences carry no loss in it, by their place; once ranks have agreed on it.
     """
 
     job: JobEncoder
@@ -167,6 +171,7 @@ class StepMedia:
     efficiency: float
     """Work of all items / ranks / that of the busiest one, as planned."""
     damaged: dict[int, str] = field(default_factory=dict)
+    _unreadable: ValueError | None = None
     _made: torch.Tensor | None = None
     _levels: Sequence[torch.Tensor] = ()
 
@@ -180,10 +185,34 @@ class StepMedia:
         """Rows that this rank makes."""
         return sum(int(self.media.counts[pack].sum()) for pack in self.packs)
 
-    def decode(self, most_damaged: int) -> None:
-        """Decodes pictures that this rank encodes; see `damaged.decode_pictures`."""
-        mine = [item for pack in self.packs for item in pack]
-        self.damaged = decode_pictures(self.batch, mine, most_damaged)
+    def decode(self, by: Decoder) -> None:
+        """Decodes the stored pictures that this rank encodes; communicates nothing.
+
+        What goes wrong is told by `agree_on_damages`.
+        """
+        wanted = [item for item, picture in self._stored().items() if picture.found is None]
+        try:
+            found = by(wanted) if wanted else []
+        except ValueError as error:
+            self._unreadable = error
+            return
+        for item, one in zip(wanted, found, strict=True):
+            self.batch.media[item].data.found = one
+
+    def agree_on_damages(self, most_damaged: int) -> None:
+        """Leaves sequences with damaged pictures out; see `damaged.agree_on_damages`."""
+        self.damaged = agree_on_damages(self.batch, self._damages_here, most_damaged)
+
+    def _stored(self) -> dict[int, StoredPicture]:
+        """Those that this rank encodes, by item."""
+        mine = {item: self.batch.media[item].data for pack in self.packs for item in pack}
+        return {item: one for item, one in mine.items() if isinstance(one, StoredPicture)}
+
+    def _damages_here(self) -> dict[int, str]:
+        if self._unreadable is not None:
+            raise self._unreadable
+        found = {item: one.found for item, one in self._stored().items()}
+        return {item: why for item, why in found.items() if isinstance(why, str)}
 
     @contextmanager
     def rows_in_place(

@@ -37,7 +37,7 @@ from megatron_hdp.megatron.step.figures import (
     figures_by_source,
     over_all_ranks,
 )
-from megatron_hdp.megatron.step.items import StepItems, with_items
+from megatron_hdp.megatron.step.items import ItemsAhead, StepItems, with_items
 from megatron_hdp.megatron.step.learning import Learning
 from megatron_hdp.megatron.step.left_out import LeftOutOfSteps
 from megatron_hdp.megatron.step.loading import DataPlane
@@ -115,6 +115,8 @@ class HdpSteps:
         self.loaders = local = LocalLoaders(self.planner, reader)
         if plane is not None:
             self.loaders = plane.loaders(arguments, split, corpus, settings, reader, local)
+        if self.items is not None:
+            self.loaders = ItemsAhead(self.loaders, self.items)
         self._left_out = LeftOutOfSteps(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
         self._local = local

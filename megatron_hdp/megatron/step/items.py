@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_hdp.data.mixture import Corpus
-from megatron_hdp.data.steps import PlanSettings, RankMicroBatch, RankStep, Reader
+from megatron_hdp.data.media import Decoded
+from megatron_hdp.data.mixture import Corpus, Position
+from megatron_hdp.data.one_ahead import OneAhead
+from megatron_hdp.data.steps import (
+    Loaders,
+    PlanSettings,
+    RankMicroBatch,
+    RankStep,
+    Reader,
+    WantedPicture,
+)
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.media import BatchMedia, DrawnItems, JobEncoder, StepMedia
 from megatron_hdp.megatron.model import add_up_gradients, encoder_of
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step.figures import StepReport
 from megatron_hdp.runtime.timeline import ENCODER
+
+PictureDecoder = Callable[[Sequence[WantedPicture]], list[Decoded]]
 
 
 class StepItems:
@@ -55,22 +66,47 @@ class StepItems:
         )
         return cls(encoder, corpus, arguments.hdp_corrupt_limit)
 
-    def of(self, step: RankStep) -> StepMedia | None:
-        """A step's items, of which this rank has decoded those that it encodes.
+    def prepared(self, step: RankStep, decode: PictureDecoder) -> StepMedia | None:
+        """A step's items, of which those that this rank encodes are decoded; None without any.
 
-        None of a step without any. Every rank must call this.
+        Communicates nothing.
 
         Raises:
-            EveryRankError: too many sequences with damaged pictures in a row.
             ValueError: an item that the encoder has no rows for.
         """
-        assert step.planned is not None, "ranks draw steps with pictures themselves"
-        batch = DrawnItems.of(self._corpus, step.planned.step)
+        assert step.planned is not None, "who loads data with pictures gives whole steps"
+        drawn = step.planned.step
+        batch = DrawnItems.of(self._corpus, drawn)
         if not batch.media:
             return None
         media = BatchMedia.of(batch, self._encoder.encoder)
         found = self._encoder.prepared(batch, media, step.planned.plan, self._corpus)
-        found.decode(self._most_damaged)
+        places = batch.places()
+
+        def by(items: Sequence[int]) -> list[Decoded]:
+            wanted = []
+            for item in items:
+                one = batch.media[item]
+                source, row = int(drawn.sources[one.sequence]), int(drawn.rows[one.sequence])
+                wanted.append(WantedPicture(source, row, places[item], one.data))
+            return decode(wanted)
+
+        found.decode(by)
+        return found
+
+    def of(self, step: RankStep) -> StepMedia | None:
+        """What was prepared of a step's items, once all ranks know of damages.
+
+        Every rank must call this.
+
+        Raises:
+            EveryRankError: too many sequences with damaged pictures in a row, or a file that cannot
+                be read.
+        """
+        found = step.items
+        if not isinstance(found, StepMedia):
+            return None
+        found.agree_on_damages(self._most_damaged)
         return found
 
     @contextmanager
@@ -100,6 +136,59 @@ class StepItems:
     def _learn(self, media: StepMedia) -> None:
         media.differentiate()
         add_up_gradients(self._encoder.encoder)
+
+
+class ItemsAhead:
+    """The `Loaders` of one rank whose steps come with their items, pictures decoded.
+
+    Both happen in a thread, before the step is asked for.
+
+    Args:
+        loaders: that give the steps.
+        items: of the split.
+    """
+
+    def __init__(self, loaders: Loaders, items: StepItems) -> None:
+        self._loaders, self._items = loaders, items
+        self._ahead = OneAhead(self._prepare, Position.key)
+        self.follow, self.decode = loaders.follow, loaders.decode
+        self.num_loaders, self.steps_ahead = loaders.num_loaders, loaders.steps_ahead
+
+    def expect(self, position: Position) -> None:
+        """Begins to prepare the step that begins at a position."""
+        self._ahead.expect(position)
+
+    def get(self, position: Position) -> RankStep:
+        """The step that begins at a position.
+
+        Raises:
+            ValueError: nothing of the step carries loss, or an item has no rows.
+            DataPlaneLost: see `RayLoaders.get`.
+        """
+        found = self._ahead.get(position)
+        self.num_loaders, self.steps_ahead = self._loaders.num_loaders, self._loaders.steps_ahead
+        return found
+
+    def statically(self, step: RankStep, failure: str) -> RankStep:
+        """A step under the static plan, decoded anew by the ranks that now encode."""
+        return self._with_items(self._loaders.statically(step, failure), step.totals.before)
+
+    def interrupt(self) -> None:
+        """From any thread: who waits here for another process raises."""
+        self._loaders.interrupt()
+
+    def close(self) -> None:
+        """Ends what prepares steps that will not run."""
+        self._loaders.interrupt()
+        self._ahead.close()
+        self._loaders.close()
+
+    def _prepare(self, position: Position) -> RankStep:
+        return self._with_items(self._loaders.get(position), position)
+
+    def _with_items(self, step: RankStep, position: Position) -> RankStep:
+        items = self._items.prepared(step, partial(self._loaders.decode, position))
+        return replace(step, items=items)
 
 
 def with_items(report: StepReport, media: StepMedia | None) -> StepReport:

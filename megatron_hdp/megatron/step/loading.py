@@ -85,6 +85,12 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
             f"{spec.origin}: found a source with pictures and nothing to encode them, expected "
             "--hdp-encoder, of python -m megatron_hdp.pretrain_gpt, or text alone"
         )
+    names = [f"'{one.name}'" for one in corpus.sources if one.has_pictures and one.spec.may_fail]
+    if names:
+        raise ValueError(
+            f"{spec.origin}: found on-failure: {GO_ON_WITHOUT} of source {', '.join(names)}, which "
+            "has pictures, expected it of sources of text alone: leave it out"
+        )
     return corpus
 
 
@@ -167,12 +173,6 @@ def loaders_spec(arguments: TrainingArguments) -> LoadersSpec:
     found = spec if backend is None else replace(spec, backend=backend)
     if training is not None and found.backend != "ray":
         _require_no_policy(training)
-    if found.backend == "ray" and arguments.hdp_encoder is not None:
-        raise ValueError(
-            f"{arguments.hdp_data}: found loaders of a data plane (backend: ray) beside "
-            "--hdp-encoder, expected loaders in the ranks: write loaders: {backend: local} or give "
-            "--hdp-loaders local"
-        )
     return found
 
 
