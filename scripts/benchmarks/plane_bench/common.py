@@ -107,7 +107,7 @@ def local_loaders(setup: SplitSetup, reader: Reader) -> LocalLoaders:
 
 def digest(step: RankStep) -> str:
     """Return a fingerprint of all that a rank gets of a step, but for what planning took."""
-    packed = pack(replace(step, totals=replace(step.totals, planning_ms=0.0)))
+    packed = pack(replace(step, totals=replace(step.totals, planning_ms=0.0), planned=None))
     buffer = bytearray(packed.num_bytes)
     packed.write_into(memoryview(buffer))
     return hashlib.blake2b(buffer, digest_size=8).hexdigest()

@@ -21,6 +21,7 @@ from plane_bench.common import (
     write_sources,
 )
 from plane_bench.hooks import STATE_MB
+from plane_bench.pictures import Pictures, digest_of_pictures, write_pictures
 
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
@@ -41,6 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-mb", type=float, default=150.0, help="of each source's reader")
     parser.add_argument("--documents", type=int, default=2000, help="of each source")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument(
+        "--pictures", action="store_true", help="state is a part of a table of pictures"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,11 +76,12 @@ def _measure(
 ) -> tuple[int, Counter[str], list[list[str]]]:
     """PSS of the ranks before they load; PSS by kind of process; digests of steps by rank."""
     loaders = LoadersSpec(backend=way, steps_ahead=2, max=1)
-    with (
-        tempfile.TemporaryDirectory() as own,
-        hooked("hold_state", **{STATE_MB: options.state_mb}),
-    ):
-        path = write_sources(Path(own), options.sources, options.documents)
+    is_made_up = {STATE_MB: 0 if options.pictures else options.state_mb}
+    with tempfile.TemporaryDirectory() as own, hooked("hold_state", **is_made_up):
+        if options.pictures:
+            path = write_pictures(Path(own), options.sources, options.documents, options.state_mb)
+        else:
+            path = write_sources(Path(own), options.sources, options.documents)
         setup = setup_of(path, ranks=num_ranks, sequences=40 * num_ranks, loaders=loaders)
         plane = nullcontext() if way == "local" else running_plane(num_spares=options.sources)
         with plane as folder:
@@ -127,11 +132,15 @@ def _rank(
     else:
         loaders = RayLoaders(folder / "node.sock", setup, reader)
     position, digests = Position(), []
+    pictures = Pictures.of_split(setup)
     for _ in range(num_steps):
-        step = loaders.get(position)
+        before, step = position, loaders.get(position)
         position = step.totals.after
         loaders.expect(position)
         digests.append(digest(step))
+        if pictures is not None:
+            mine = pictures.of(step)[reader.hdp_rank :: setup.settings.num_ranks]
+            digests[-1] += digest_of_pictures(loaders.decode(before, mine))
     pipe.send(digests)
     pipe.recv()
     loaders.close()
