@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_hdp.processes import end_with_parent
 
 _STOPPED = ("T", "t")
+_LOOK_AGAIN_S = 0.5  # reading the state of processes is most of what an agent does
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class NodeRanks:
         self._num_slots = num_slots
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self._stopped_since: dict[int, float] = {}
+        self._looked_at = float("-inf")
         self._retired: set[int] = set()
 
     def __len__(self) -> int:
@@ -91,8 +93,14 @@ class NodeRanks:
         return found
 
     def give_up_stopped(self, patience_s: float) -> list[int]:
-        """Kills those that have been stopped (SIGSTOP) for longer; returns which."""
+        """Kills those that have been stopped (SIGSTOP) for longer; returns which.
+
+        Looks twice a second, however often it is called.
+        """
         now, found = time.monotonic(), []
+        if now - self._looked_at < _LOOK_AGAIN_S:
+            return []
+        self._looked_at = now
         for member, (_, process) in self._running.items():
             if not _is_stopped(process.pid):
                 self._stopped_since.pop(member, None)
