@@ -307,7 +307,12 @@ class _Run:
                 steps.loaders.interrupt()
 
     def close(self) -> None:
-        """Ends this rank's part of the data plane."""
+        """Ends this rank's part of the data plane, and gives the checkpoints' folder up.
+
+        Not if it has left its last epoch: the others may continue, and the folder is theirs.
+        """
+        if self._job is not None and self.recovery.membership.is_in_epoch:
+            self._job.checkpoints.close()
         if self._plane is not None:
             self._plane.close()
 

@@ -11,12 +11,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import torch.distributed as dist
 
 from megatron_hdp.exit_codes import ExitCode
@@ -175,14 +177,60 @@ def _member(address, environment, arguments, folder, fault):
         except RankFailure as error:
             print(f"error: {error}")
             code = 3
-        except BaseException:
-            import traceback
-
+        except BaseException as error:  # a mistake of the user's has the command's exit code
             traceback.print_exc()
-            code = 1
+            code = ExitCode.MISTAKE if isinstance(error, ValueError | OSError) else ExitCode.FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+@dataclass
+class Deaths:
+    """Kills ranks of a job, one after another, and notes what its first one holds meanwhile.
+
+    Args:
+        num_done: how many steps have ended.
+        num_ranks: of the job; none is killed before all are there.
+        undisturbed: steps before the first death.
+        settled: deaths behind which what is held should not grow any more.
+        deaths: as many.
+    """
+
+    num_done: Callable[[], int]
+    num_ranks: int = 3
+    undisturbed: int = 60
+    settled: int = 6
+    deaths: int = 20
+    killed: list = field(default_factory=list)
+    held: dict = field(default_factory=dict)
+
+    def disturb(self, job):
+        """Called again and again by the job."""
+        members, done, killed = job.coordinator.epoch.members, self.num_done(), len(self.killed)
+        if done >= self.undisturbed // 2 and "begun" not in self.held:
+            self.held["begun"] = done, *_held_by(job.processes[0].pid)
+        if len(members) < self.num_ranks or done < self.undisturbed + 6 * killed:
+            return
+        if killed in (0, self.settled, self.deaths) and str(killed) not in self.held:
+            self.held[str(killed)] = done, *_held_by(job.processes[0].pid)
+        victim = members[1 + killed % (self.num_ranks - 1)]
+        if victim in job.processes and killed < self.deaths:
+            self.killed.append(victim)
+            job.kill(victim)
+
+    def grown(self):
+        """Bytes and descriptors between two deaths, without what steps alone let bytes grow by."""
+        counts = "begun", "0", str(self.settled), str(self.deaths)
+        begun, quiet, first, last = (self.held[one] for one in counts)
+        of_step = (quiet[1] - begun[1]) / (quiet[0] - begun[0])
+        return last[1] - first[1] - of_step * (last[0] - first[0]), last[2] - first[2]
+
+
+def _held_by(process):
+    """Bytes and descriptors."""
+    found = psutil.Process(process)
+    return found.memory_info().rss, found.num_fds()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.world.recovery import ENTERS, PREPARES
 from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
-from tests.support.epochs import DiesIn, IsCutOffIn, SurvivingJob
+from tests.support.epochs import Deaths, DiesIn, IsCutOffIn, SurvivingJob
 from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
 from tests.support.scripts import SCRIPTS
 from tests.training.epoch_traces import read_trace, require_whole
@@ -193,39 +193,16 @@ def require_traced_joins(job, path, num_ranks, together, goes_back):
 @pytest.mark.parametrize("how", ["whole", "sharded"])
 def test_twenty_deaths_and_as_many_joins(run_ranks, tmp_path, how):
     """Whoever lives through them holds no more in the end than steps alone make it hold."""
-    steps, undisturbed, deaths, settled = 200, 60, 20, 6
-    settings = {"train_iters": steps, "lr_decay_iters": steps, **({}, SHARDED)[how == "sharded"]}
-    killed, held = [], {}
-
-    def disturb(job):
-        members, done = job.coordinator.epoch.members, len(job.steps())
-        if done >= undisturbed // 2 and "begun" not in held:
-            held["begun"] = done, *_held_by(job.processes[0].pid)
-        if len(members) < 3 or done < undisturbed + 6 * len(killed) or deaths in held:
-            return
-        if len(killed) in (0, settled, deaths):
-            held[len(killed)] = done, *_held_by(job.processes[0].pid)
-        victim = members[1 + len(killed) % 2]
-        if victim in job.processes and len(killed) < deaths:
-            killed.append(victim)
-            job.kill(victim)
-
+    settings = {"train_iters": 200, "lr_decay_iters": 200, **({}, SHARDED)[how == "sharded"]}
     job = SurvivingJob(surviving(tmp_path, **settings), 3, tmp_path, replaces=True)
-    require_survived(job, job.run(disturb, timeout_s=900))
-    assert len(killed) == deaths and sum("join" in line for line in job.said) >= deaths
-    expected = reference(run_ranks, tmp_path, train_iters=steps, lr_decay_iters=steps)
+    deaths = Deaths(lambda: len(job.steps()))
+    require_survived(job, job.run(deaths.disturb, timeout_s=900))
+    assert len(deaths.killed) == 20 and sum("join" in line for line in job.said) >= 20
+    expected = reference(run_ranks, tmp_path, train_iters=200, lr_decay_iters=200)
     require_same_steps(job, expected, within=1e-10)  # what is rounded otherwise grows with steps
-    begun, quiet, first, last = (held[one] for one in ("begun", 0, settled, deaths))
-    of_step = (quiet[1] - begun[1]) / (quiet[0] - begun[0])
-    memory = last[1] - first[1] - of_step * (last[0] - first[0])
-    print(f"{deaths - settled} deaths: {memory:.0f} bytes, {last[2] - first[2]} descriptors")
-    assert memory < 4e6 and last[2] - first[2] < 10  # what steps hold is known to 1 MB or so
-
-
-def _held_by(process):
-    """Bytes and descriptors."""
-    found = psutil.Process(process)
-    return found.memory_info().rss, found.num_fds()
+    memory, descriptors = deaths.grown()
+    print(f"14 deaths: {memory:.0f} bytes, {descriptors} descriptors")
+    assert memory < 4e6 and descriptors < 10  # what steps hold is known to 1 MB or so
 
 
 def a_rank_of_the_command_dies(tmp_path, num_ranks, spares=0, **changes):

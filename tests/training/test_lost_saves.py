@@ -1,11 +1,13 @@
 """A rank is lost beside an asynchronous save: the folder stays whole, the save is made again."""
 
+import errno
 import os
 import signal
 import time
 
 import pytest
 
+from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.megatron.checkpoint import checksums
 from megatron_hdp.megatron.checkpoint.folder import TRACKER
 from megatron_hdp.megatron.checkpoint.verification import verify
@@ -97,3 +99,34 @@ def test_who_is_asked_to_end_while_groups_are_made_anew_saves(tmp_path):
     require_survived(job, job.run())
     assert [one["step"] for one in job.steps()] == [1, 2, 3]
     assert (saved / TRACKER).read_text() == "3"
+
+
+def has_no_room(member):
+    """From the checkpoint of step 3 on."""
+    original = os.fsync
+
+    def fsync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith(".distcp") and "iter_0000003" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(descriptor)
+
+    os.fsync = fsync
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_full_disk_ends_the_job_behind_a_death_as_without(tmp_path, beside):
+    """All that are left say so, and the checkpoint before stays."""
+    saved = tmp_path / "saved"
+    arguments = surviving(tmp_path, save=saved, save_interval=1, async_save=beside)
+    faults = {0: has_no_room, 1: has_no_room, 2: DiesIn("gradients_of_step", 3)}
+    job = SurvivingJob(arguments, 3, tmp_path, faults)
+    codes = job.run()
+    assert job.coordinator.epoch.members == (0, 1) and set(codes) == {ExitCode.MISTAKE}, job.said
+    words = "the checkpoint of iteration 3 could not be saved: "
+    assert all(words in job.printed()[f"member-{one}"] for one in (0, 1))
+    assert sorted(one.name for one in saved.iterdir()) == sorted(
+        ["iter_0000001", "iter_0000002", TRACKER]
+    )
+    assert (saved / TRACKER).read_text() == "2"

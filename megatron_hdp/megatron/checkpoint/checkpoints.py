@@ -167,9 +167,9 @@ class Checkpoints:
     def close(self) -> None:
         """Gives the folder up, however the run has ended; what is not saved by now never will be.
 
-        Communicates nothing.
+        Communicates nothing, and does nothing a second time.
         """
-        if self._folder is not None and dist.get_rank() == 0:
+        if self._folder is not None:
             self._folder.give_up()
 
     def _require_finite(self, iteration: int) -> None:

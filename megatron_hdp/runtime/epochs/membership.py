@@ -91,6 +91,11 @@ class Membership:
         """Those that this process builds its model with, if it was not there from the start."""
         return tuple(json.loads(os.environ.get(keys.JOINS, "[]")))
 
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether it has entered one that it has not left."""
+        return self._epoch is not None
+
     def store_of_joiners(self) -> dist.Store:
         """Where those meet that build their model together before they join."""
         return dist.PrefixStore(f"alone/{self.joins_with[0]}", self._connect())
