@@ -64,7 +64,8 @@ class HdpLoop:
                     "found a rank without a data iterator, expected one on every rank, as Bridge's "
                     "own data sets have it"
                 )
-            return Rows.of([next(data_iterator) for _ in range(num_microbatches)])
+            rows = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+            return Rows.of([next(rows) for _ in range(num_microbatches)])
 
         state, device = forward_step_func.args[0], compute_device()
         mine = on_every_rank(read, device)

@@ -9,8 +9,6 @@ _STEP = ("megatron.bridge.training.gpt_step", "forward_step")
 _UNSUPPORTED = {  # where it stands: values that HDP knows, what to do
     "model.context_parallel_size": ((1,), "set 1: rings are HDP's"),
     "model.calculate_per_token_loss": ((True,), "set True: a step has one divisor"),
-    "model.virtual_pipeline_model_parallel_size": ((None,), "leave it out"),
-    "model.num_moe_experts": ((None,), "use HdpSession in a loop of your own"),
     "model.mtp_num_layers": ((None, 0), "use HdpSession in a loop of your own"),
     "model.cuda_graph_impl": (("none", None), "set none"),
     "model.fp16": ((False,), "use bf16"),
@@ -23,8 +21,10 @@ _UNSUPPORTED = {  # where it stands: values that HDP knows, what to do
     "dist.use_torch_fsdp2": ((False,), "use Megatron's DDP"),
     "dist.use_decentralized_pg": ((False,), "set False"),
     "rerun_state_machine.check_for_spiky_loss": ((False,), "set False"),
-    "peft": ((None,), "train all weights"),
+    "peft.dropout": ((0.0,), "set 0: what dropout draws would depend on the plan"),
 }
+_ADAPTERS = ("megatron.bridge.peft.lora", "LoRA")
+_ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def require_known(config: Any, forward_step: Any) -> None:
@@ -56,3 +56,25 @@ def _found(config: Any, forward_step: Any) -> Iterator[str]:
             value = getattr(value, part, known[0])
         if value not in known:
             yield f"found {path} = {value}, expected {known[0]}: {remedy}"
+    if config.peft is not None:
+        yield from _found_in_adapters(config.peft, config.model)
+
+
+def _found_in_adapters(peft: Any, model: Any) -> Iterator[str]:
+    if (type(peft).__module__, type(peft).__name__) != _ADAPTERS:
+        yield (
+            f"found peft = {type(peft).__name__}, expected Bridge's LoRA: HDP was not tried with "
+            "others"
+        )
+        return
+    for one in peft.target_modules or ["exclude_modules"]:
+        if one.rpartition(".")[-1] not in _ADAPTED:
+            yield (
+                f"found peft.target_modules with {one}, expected {', '.join(_ADAPTED)}, plain or "
+                "behind a pattern: HDP runs routers, embeddings and the output by other means"
+            )
+    if getattr(model, "num_moe_experts", None) or getattr(model, "multi_latent_attention", False):
+        yield (
+            "found peft in a model of experts or latents, expected a dense one with plain "
+            "attention: train all weights, or megatron-hdp train with --lora-rank"
+        )

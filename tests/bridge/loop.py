@@ -3,6 +3,7 @@
 import contextlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import logging
 import sys
@@ -10,16 +11,17 @@ import types
 import warnings
 
 import numpy as np
+import pytest
 import torch
 
-from tests.session.test_bridge import ON_CPU, bridge_of
+from tests.session.test_bridge import ON_CPU, bridge_of, local_layers
 
 HOW = (
     "Megatron-Bridge's loop is not installed: as said in tests/session/test_bridge.py, and with "
     "--no-deps nvidia-modelopt==0.47.0 transformers==5.10.2 tokenizers==0.22.2 huggingface-hub<2 "
     "datasets dill multiprocess pandas scipy pulp"
 )
-ABSENT = ("nvidia_resiliency_ext", "megatron.energon")
+ABSENT = ("nvidia_resiliency_ext", "megatron.energon", "diffusers")
 """What Bridge's loop imports besides TransformerEngine, and these runs do not use."""
 
 
@@ -40,6 +42,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 raise AttributeError(name)
             names = {"__class_getitem__": classmethod(lambda cls, item: cls)}
             names["__init__"] = lambda self, *given, **named: None
+            names["__call__"] = lambda self, decorated: decorated
             found = vars(module)[name] = type(name, (), names)
             return found
 
@@ -57,17 +60,26 @@ def absent():
         sys.meta_path.remove(finder)
 
 
+def require_bridge():
+    """Skips a test where Bridge is not installed."""
+    if importlib.util.find_spec("megatron.bridge") is None:
+        pytest.skip(HOW)
+
+
 def loop():
-    """Bridge's `pretrain` and the forward step of its GPTs."""
+    """Bridge's `pretrain`, `finetune` and the forward step of its GPTs."""
     warnings.simplefilter("ignore")
     bridge_of()
     with absent():
+        import megatron.bridge.peft.utils as adapters
         from megatron.bridge.training import initialize
+        from megatron.bridge.training.finetune import finetune
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
     initialize.compile_helpers = lambda: None  # C++ of pretraining data, of which there are none
+    adapters.HAVE_TE = False  # what stood for it has no layers
     logging.disable(logging.INFO)
-    return pretrain, forward_step
+    return pretrain, finetune, forward_step
 
 
 VOCABULARY, LONGEST, SAMPLES, ROWS = 128, 512, 4, 50
@@ -96,13 +108,43 @@ def write_rows(folder):
 
 
 def configuration(
-    folder, *, steps, samples=SAMPLES, packed=False, sharded=False, save=None, load=None, **layout
+    folder,
+    *,
+    steps,
+    samples=SAMPLES,
+    packed=False,
+    sharded=False,
+    save=None,
+    load=None,
+    pretrained=None,
+    lora=None,
+    precision=None,
+    asynchronous=False,
+    **layout,
 ):
-    """Bridge's, for a LLaMA of two layers on CPUs; `layout` over ranks."""
+    """Bridge's, for a LLaMA of two layers on CPUs; `layout` over ranks, and other model options.
+
+    Args:
+        folder: of rows.
+        steps: at which it ends.
+        samples: rows of a step.
+        packed: whether Bridge packs them.
+        sharded: the distributed optimizer.
+        save: folder of checkpoints, of every second step.
+        load: folder of checkpoints, of which the second step's is taken.
+        pretrained: folder of checkpoints whose weights training begins with.
+        lora: settings of Bridge's adapters.
+        precision: a name of Bridge's, as ``bf16_mixed``; without one float32.
+        asynchronous: whether checkpoints are saved while training goes on.
+        layout: options of the model.
+    """
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
-    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config as of
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
+
+    if lora is not None:
+        from megatron.bridge.peft.lora import LoRA
 
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
     how = {"normalization": "RMSNorm", "position_embedding_type": "rope", "hidden_dropout": 0.0}
@@ -112,7 +154,7 @@ def configuration(
             **sizes,
             **how,
             "seq_length": LONGEST,
-            "transformer_layer_spec": local_layer_spec,
+            "transformer_layer_spec": local_layers,
         }
         | {"num_query_groups": 2, "vocab_size": VOCABULARY, "gated_linear_unit": True}
         | {"activation_func": torch.nn.functional.silu, "add_bias_linear": False}
@@ -120,7 +162,7 @@ def configuration(
         | {"cross_entropy_loss_fusion": False}  # it rounds gradients to bfloat16
         | {"share_embeddings_and_output_weights": False, **layout}
     )
-    validated = not packed and samples == SAMPLES
+    validated = not packed and samples % SAMPLES == 0
     data = {"do_test": False, "num_workers": 0, "pin_memory": False, "do_validation": validated}
     if packed:
         from megatron.bridge.data.packing import PackedSequenceSpecs
@@ -129,6 +171,8 @@ def configuration(
         data["offline_packing_specs"] = PackedSequenceSpecs(packed_sequence_size=LONGEST)
     return of.ConfigContainer(
         model=provider,
+        mixed_precision=precision,
+        peft=None if lora is None else LoRA(**lora),
         train=of.TrainingConfig(
             train_iters=steps, global_batch_size=samples, micro_batch_size=1 if packed else 2
         ),
@@ -150,6 +194,9 @@ def configuration(
         checkpoint=of.CheckpointConfig(
             **{"save": save, "load": load, "save_interval": 2, "ckpt_format": "torch_dist"},
             ckpt_step=2 if load else None,
+            pretrained_checkpoint=pretrained,
+            async_save=asynchronous,
+            async_strategy="mcore",
         ),
         dist=of.DistributedInitConfig(distributed_backend="gloo"),
         rng=of.RNGConfig(seed=11),
@@ -157,11 +204,17 @@ def configuration(
 
 
 def trained(folder, options=None, **how):
-    """Body of a rank: (losses and norms by step, losses of validation) of Bridge's `pretrain`.
+    """Body of a rank: `noted` of Bridge's `pretrain`, or `finetune` where weights are given."""
+    pretrain, finetune, forward_step = loop()
+    run = finetune if how.get("pretrained") else pretrain
+    return noted(run, configuration(folder, **how), forward_step, options)
+
+
+def noted(run, config, forward_step, options=None):
+    """Losses and norms by step, losses of validation and numbers of weights of a run.
 
     With `options` under HDP.
     """
-    pretrain, forward_step = loop()
     from megatron.bridge.training.callbacks import Callback
 
     import megatron_hdp.bridge
@@ -173,12 +226,19 @@ def trained(folder, options=None, **how):
             loss = float(context.loss_dict.get("lm loss", np.nan))  # the last stage has it
             found["steps"].append((context.state.train_state.step, loss, float(context.grad_norm)))
 
+        def on_train_end(self, context):
+            weights = [one for chunk in context.model for one in chunk.parameters()]
+            buffers = [one for chunk in context.model for one in chunk.buffers]
+            found["weights"] = sum(one.numel() for one in weights)
+            found["trained"] = sum(one.numel() for one in weights if one.requires_grad)
+            found["reduced"] = sum(one.numel() for buffer in buffers for one in buffer.params)
+
         def on_eval_end(self, context):
             found["validation"].append(float(context.total_loss_dict.get("lm loss", np.nan)))
 
     if options is not None:
         megatron_hdp.bridge.activate(**options)
-    pretrain(configuration(folder, **how), forward_step, callbacks=[Noted()])
+    run(config, forward_step, callbacks=[Noted()])
     if options is not None:
         megatron_hdp.bridge.deactivate()
     return found

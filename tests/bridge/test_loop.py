@@ -1,13 +1,11 @@
 """Bridge's loop on two ranks under HDP against Bridge's own on one: losses of every step."""
 
-import importlib.util
-
 import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
 
-from tests.bridge.loop import HOW, ROWS, trained, write_rows
+from tests.bridge.loop import ROWS, require_bridge, trained, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 HDP, LONG = {"hdp_tokens_per_rank": 256}, {"timeout_s": 500}
@@ -16,8 +14,7 @@ HDP, LONG = {"hdp_tokens_per_rank": 256}, {"timeout_s": 500}
 @pytest.fixture
 def rows(tmp_path):
     """A folder of questions and answers."""
-    if importlib.util.find_spec("megatron.bridge") is None:
-        pytest.skip(HOW)
+    require_bridge()
     write_rows(tmp_path / "rows")
     return tmp_path / "rows"
 

@@ -95,18 +95,51 @@ def forward_step():
     """Stands for Bridge's."""
 
 
+BRIDGES_OWN = types.SimpleNamespace(
+    __module__="megatron.bridge.training.gpt_step", __qualname__="forward_step"
+)
+
+
 def test_a_configuration_that_would_not_run_as_it_says_is_refused():
-    known = types.SimpleNamespace(
-        func=types.SimpleNamespace(
-            __module__="megatron.bridge.training.gpt_step", __qualname__="forward_step"
-        )
-    )
+    known = types.SimpleNamespace(func=BRIDGES_OWN)
     require_known(configuration(**{"model.context_parallel_size": 1}), known)
-    changed = {"model.context_parallel_size": 2, "ddp.overlap_param_gather": True, "peft": "lora"}
+    changed = {
+        "model.context_parallel_size": 2,
+        "ddp.overlap_param_gather": True,
+        "peft": "canonical",
+    }
     with pytest.raises(ValueError) as told:
         require_known(configuration(**changed), forward_step)
     for name in (*changed, "tests.bridge.test_rows.forward_step"):
         assert f"found {'the forward step ' if 'tests' in name else ''}{name}" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"target_modules": ["*.layers.0.*.linear_qkv", "router"]},
+            "target_modules with router, ex",
+        ),
+        ({"target_modules": []}, "target_modules with exclude_modules"),
+        ({"dropout": 0.1}, "found peft.dropout = 0.1, expected 0.0: set 0"),
+        ({"num_moe_experts": 8}, "found peft in a model of experts"),
+        ({"multi_latent_attention": True}, "found peft in a model of experts or latents"),
+        ({"kind": "DoRA"}, "found peft = DoRA, expected Bridge's LoRA"),
+    ],
+)
+def test_adapters_that_would_not_train_as_they_say_are_refused(changed, words):
+    known = types.SimpleNamespace(func=BRIDGES_OWN)
+    made = type(changed.pop("kind", "LoRA"), (), {"__module__": "megatron.bridge.peft.lora"})()
+    given = {"target_modules": ["linear_qkv", "*.layers.1.*.linear_fc2"], "dropout": 0.0}
+    vars(made).update(given | changed)
+    of_model = {f"model.{name}": value for name, value in changed.items() if name not in given}
+    with pytest.raises(ValueError, match=words) as told:
+        require_known(configuration(peft=made, **of_model), known)
+    assert str(told.value).count("found peft") == 1
+    if type(made).__name__ == "LoRA":
+        vars(made).update(given)
+        require_known(configuration(peft=made), known)
 
 
 def test_another_release_of_bridge_is_refused(monkeypatch):

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from megatron_hdp.megatron.cpu import shim
+from megatron_hdp.megatron.model.building import SequenceParallelNorm
 from megatron_hdp.session import HdpSession
 
 HOW = (
@@ -43,7 +44,7 @@ class Absent(types.ModuleType):
 
 
 def bridge_of():
-    """The real AutoBridge and its provider's layers without TransformerEngine."""
+    """The real AutoBridge."""
     if not hasattr(typing, "override"):  # Python 3.11
         typing.override = lambda function: function
     shim.apply()
@@ -59,22 +60,34 @@ def bridge_of():
         if parent:
             setattr(sys.modules[parent], last, found)
     from megatron.bridge import AutoBridge
-    from megatron.bridge.models.gpt_provider import local_layer_spec
 
     for name in parts:
         del sys.modules[name]
-    return AutoBridge, local_layer_spec
+    return AutoBridge
+
+
+def local_layers(config):
+    """Bridge's local layers; with norms that know sequence parallelism, where it is on."""
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.core.transformer import transformer_block
+
+    spec = local_layer_spec(config)
+    if config.sequence_parallel:
+        parts = spec.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelNorm
+        transformer_block.LayerNormImpl = SequenceParallelNorm  # the last one
+    return spec
 
 
 def exported(folder):
     """(log-probabilities of the session, those of transformers, exports equal after release)."""
     warnings.simplefilter("ignore")
-    auto_bridge, layers = bridge_of()
+    auto_bridge = bridge_of()
     from megatron.core.distributed import DistributedDataParallelConfig
 
     bridge = auto_bridge.from_hf_pretrained(folder)
     provider = bridge.to_megatron_provider(load_weights=True)
-    for name, value in {**ON_CPU, "transformer_layer_spec": layers}.items():
+    for name, value in {**ON_CPU, "transformer_layer_spec": local_layers}.items():
         setattr(provider, name, value)
     provider.finalize()
     provider.initialize_model_parallel(seed=1)

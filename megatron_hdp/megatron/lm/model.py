@@ -103,6 +103,9 @@ def take_over(chunks: Sequence[Any]) -> Any:
             )
         config = get_model_config(chunk)
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+        if len(chunks) > 1:  # as virtual stages exchange in HDP's schedule
+            config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+            config.overlap_p2p_comm_warmup_flush = False
     return models[0]
 
 
