@@ -110,6 +110,8 @@ class PartReader:
             self._kept.move_to_end(name)
             return self._kept[name]
         part = self._kept[name] = table.read_part(path, place, self._key)
+        # reading takes as much again, which Arrow would keep
+        import_extra("pyarrow", path).default_memory_pool().release_unused()
         size = sum(one.nbytes for one in self._kept.values())
         while size > self._kept_bytes and len(self._kept) > 1:
             size -= self._kept.popitem(last=False)[1].nbytes

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from megatron_hdp.data.extras import import_extra
+from megatron_hdp.data.media.headers import tiff_size, webp_size
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "AVIF", "BMP")
 """What is read; by content, so that no other decoder runs because a file asks for it."""
@@ -19,7 +20,6 @@ _ORIENTATION, _LYING = 0x112, range(5, 9)
 _UPRIGHT = "TIFF"  # Pillow gives its size as it is turned
 _DESCRIBING = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}
 _CHUNK_HEAD = struct.Struct(">I4s")
-_WEBP_HEAD_BYTES, _EXIF_XMP_FRAMES = 30, 0b1110
 _PNG_HEAD_BYTES, _CHECKSUM_BYTES = 8, 4
 # What Pillow's readers raise on bytes that are not as they should be.
 _DAMAGES: tuple[type[Exception], ...] = (
@@ -39,12 +39,10 @@ class PictureSize:
     height: int
     """In pixels."""
     width: int
-    num_frames: int
-    """In the file; the first one is the picture."""
 
 
 def size_of_picture(stream: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS) -> PictureSize:
-    """Return the size of the picture in a file.
+    """Return the size of the picture in a file, of several the first one's.
 
     Args:
         stream: the file, which can seek; it stands anywhere.
@@ -55,13 +53,14 @@ def size_of_picture(stream: BinaryIO, name: str, *, most_pixels: int = MOST_PIXE
         PictureError: it is no picture that is read here, its header is damaged, it is too large.
         ModuleNotFoundError: Pillow is not installed.
     """
-    if (plain := _plain_webp(stream)) is not None and plain[0] * plain[1] <= most_pixels:
-        return PictureSize(*plain, 1)
+    plain = webp_size(stream) or tiff_size(stream)
+    if plain is not None and plain[0] * plain[1] <= most_pixels:
+        return PictureSize(*plain)
     with opened(stream, name, most_pixels) as image:
         width, height = image.size
         if image.format != _UPRIGHT and _orientation(image, stream) in _LYING:
             height, width = width, height
-        return PictureSize(height, width, getattr(image, "n_frames", 1))
+        return PictureSize(height, width)
 
 
 @contextmanager
@@ -111,24 +110,6 @@ def _orientation(image: Any, stream: BinaryIO) -> int:
         image.info["exif"] = b""
     found: int = image.getexif().get(_ORIENTATION, 1)
     return found
-
-
-def _plain_webp(stream: BinaryIO) -> tuple[int, int] | None:
-    """Height and width of a WebP without metadata or frames, all of which Pillow would read."""
-    stream.seek(0)
-    head = stream.read(_WEBP_HEAD_BYTES)
-    if len(head) < _WEBP_HEAD_BYTES or head[:4] != b"RIFF" or head[8:12] != b"WEBP":
-        return None
-    if head[12:16] == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
-        width, height = (side & 0x3FFF for side in struct.unpack("<HH", head[26:30]))
-    elif head[12:16] == b"VP8L" and head[20] == 0x2F:
-        bits = int.from_bytes(head[21:25], "little")
-        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    elif head[12:16] == b"VP8X" and not head[20] & _EXIF_XMP_FRAMES:
-        width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
-    else:
-        return None
-    return (height, width) if height and width else None
 
 
 def _is_described_behind(stream: BinaryIO) -> bool:
