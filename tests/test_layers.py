@@ -46,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "data_plane": {
         *{"planner", "data", "data_plane/wire", "data_plane/roles", "data_plane/cluster"},
     },
-    "simulator": {"planner"},
+    "simulator": {"planner", "media"},
     "simulator/execution": {"planner"},
     "simulator/report": {"planner", "simulator", "simulator/execution"},
     "runtime": set(),

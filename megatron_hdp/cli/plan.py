@@ -21,7 +21,7 @@ _OF_ITEMS = (
     *("items", "encoder", "media_balance", "micro_batches", "replica_ranks", "patches_per_pack"),
 )
 _NO_FLAGS = ("run", "default_of", "subcommand")
-_OF_BOTH = ("ranks", "ranks_per_node", "rank_speeds", "compare", "output")
+_OF_BOTH = ("ranks", "ranks_per_node", "rank_speeds", "compare", "output", "plot")
 _MODELS = "llama-7b, -13b, -30b, -70b, mistral-8x7b, -8x22b"
 
 

@@ -67,14 +67,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     chosen = outcome(arguments.media_balance)
     print(_batch_line(sizes, batch))
+    outcomes = [chosen]
     if arguments.compare:
         others = [one for one in ITEM_STRATEGIES if one != chosen.plan.strategy]
         found = {one: outcome(one) for one in others} | {chosen.plan.strategy: chosen}
-        print(_table([found[one] for one in ITEM_STRATEGIES]))
+        outcomes = [found[one] for one in ITEM_STRATEGIES]
+        print(_table(outcomes))
     else:
         print(_summary(chosen, arguments.encoder))
     if arguments.output:
         _write(arguments.output, chosen.plan, batch)
+    if arguments.plot:
+        from megatron_hdp.simulator.plot_items import plot_items
+
+        plot_items(batch, {_title(one): one.plan for one in outcomes}, cost, arguments.plot)
+        print(f"picture written to {arguments.plot}")
     return ExitCode.DONE
 
 
@@ -104,6 +111,13 @@ def _summary(made: _Outcome, name: str) -> str:
         ("planning", f"{1e3 * made.planning_s:.2f} ms"),
     ]
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
+
+
+def _title(made: _Outcome) -> str:
+    figures = made.figures
+    return (
+        f"{made.plan.strategy}: efficiency {figures.efficiency:.3f}, {seconds(figures.makespan_s)}"
+    )
 
 
 def _degrees(plan: ItemPlan) -> str:

@@ -4,6 +4,7 @@ from megatron_hdp.media.cost import ItemCostModel
 from megatron_hdp.media.encoders import ENCODERS, Encoder, Resizing
 from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bound_s
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
+from megatron_hdp.media.lanes import ItemLanes, item_lanes
 from megatron_hdp.media.patches import Patches, Sound
 from megatron_hdp.media.planning import dealt, plan_items
 from megatron_hdp.media.positions import MRope, RowGrid, row_positions
@@ -18,6 +19,7 @@ __all__ = [
     "ItemBatch",
     "ItemCostModel",
     "ItemFigures",
+    "ItemLanes",
     "ItemPlan",
     "ItemPlanError",
     "MRope",
@@ -27,6 +29,7 @@ __all__ = [
     "Sound",
     "dealt",
     "evaluate_items",
+    "item_lanes",
     "items_bound_s",
     "plan_items",
     "row_positions",

@@ -46,7 +46,7 @@ def items_bound_s(batch: ItemBatch, cost: ItemCostModel) -> float:
         waits = np.maximum(cost.gathered_s_per_patch * (n - piece) - hidden, 0.0)
         takes = cost.patch_s * piece + attention + waits
         fastest = np.minimum(fastest, np.where(degree <= rows, takes, np.inf))
-    even = _work_s(batch, cost).sum() / speeds.sum()
+    even = work_s(batch, cost).sum() / speeds.sum()
     return float(max(even, fastest.max() / speeds.max()))
 
 
@@ -70,13 +70,13 @@ def evaluate_items(batch: ItemBatch, plan: ItemPlan, cost: ItemCostModel) -> Ite
         whole = np.flatnonzero(here & ~plan.is_cut)
         ranks = plan.first_ranks[whole]
         packs = np.unique(np.stack([ranks, plan.turns[whole]]), axis=1)
-        work = np.bincount(ranks, weights=_work_s(batch, cost)[whole], minlength=len(clock))
+        work = np.bincount(ranks, weights=work_s(batch, cost)[whole], minlength=len(clock))
         calls = np.bincount(packs[0], minlength=len(clock)) * cost.pack_s
         clock += (work + calls) / speeds
         num_packs += packs.shape[1]
         clock[:] = clock.max(initial=0.0)  # the next phase begins together
     makespan_s = float(clock.max(initial=0.0))
-    perfect_s = float(_work_s(batch, cost).sum() / speeds.sum())
+    perfect_s = float(work_s(batch, cost).sum() / speeds.sum())
     return ItemFigures(
         makespan_s=makespan_s,
         efficiency=perfect_s / makespan_s if makespan_s else 1.0,
@@ -87,7 +87,8 @@ def evaluate_items(batch: ItemBatch, plan: ItemPlan, cost: ItemCostModel) -> Ite
     )
 
 
-def _work_s(batch: ItemBatch, cost: ItemCostModel) -> Float64Array:
+def work_s(batch: ItemBatch, cost: ItemCostModel) -> Float64Array:
+    """Return what each item takes on one rank of speed 1, ``[items]``."""
     n = batch.patches.astype(np.float64)
     return (cost.patch_s + cost.patch2_s * n) * n
 
@@ -98,12 +99,19 @@ def _run_cut(
     """Advance the clocks of the ranks that encode one item: each layer waits for the slowest."""
     first, degree = int(plan.first_ranks[item]), int(plan.degrees[item])
     members = slice(first, first + degree)
+    clock[members] = clock[members].max() + cut_item_s(item, batch, plan, cost)
+
+
+def cut_item_s(item: int, batch: ItemBatch, plan: ItemPlan, cost: ItemCostModel) -> float:
+    """Return what an item takes that several ranks encode together."""
+    first, degree = int(plan.first_ranks[item]), int(plan.degrees[item])
+    members = slice(first, first + degree)
     n, pieces = int(batch.patches[item]), batch.pieces(item, degree)
     attention = cost.patch2_s * n * pieces
     hidden = attention * (degree - 1) / degree
     waits = np.maximum(cost.gathered_s_per_patch * (n - pieces) - hidden, 0.0)
     takes = (cost.patch_s * pieces + attention + cost.pack_s + waits) / batch.rank_speeds[members]
-    clock[members] = clock[members].max() + takes.max()
+    return float(takes.max())
 
 
 def _rows_to_other_nodes(batch: ItemBatch, plan: ItemPlan) -> int:

@@ -41,7 +41,7 @@ def plot_plan(
     """
     figure_class = import_figure("a plan")
     chart = chart_of(plan, evaluation, _MAX_SEPARATE_ROWS)
-    scale, unit = _time_unit(evaluation.makespan_s)
+    scale, unit = time_unit(evaluation.makespan_s)
     height = float(np.clip(1.6 + 0.42 * chart.num_rows, 3.2, 9.0))
     figure = figure_class(figsize=(13.0, height), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -57,6 +57,15 @@ def plot_plan(
     _draw_legend(axes, palette, evaluation, has_local=len(plan.local_sequences) > 0)
     _name_axes(axes, plan, chart, evaluation.model_chunks, unit)
     axes.set_title(title or default_title(plan, evaluation), loc="left", fontsize=11)
+    save_as_named(figure, path)
+
+
+def save_as_named(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure in the format that the suffix of the path gives.
+
+    Raises:
+        ValueError: it names none.
+    """
     known = sorted(figure.canvas.get_supported_filetypes())
     if os.path.splitext(path)[1].lstrip(".") not in known:
         raise ValueError(f"picture {path}: expected a name that ends in .{', .'.join(known)}")
@@ -82,7 +91,8 @@ def import_figure(what: str, instead: str = "") -> Any:
         ) from error
 
 
-def _time_unit(makespan_s: float) -> tuple[float, str]:
+def time_unit(makespan_s: float) -> tuple[float, str]:
+    """Return in seconds, and by name, the unit of a chart's time."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
     return next((one for one in units if makespan_s >= one[0]), units[-1])
 
@@ -126,10 +136,11 @@ def add_bars(
         add_rectangles(axes, row[mine], start[mine], stop[mine], shade, separate=separate)
 
 
-def legend_of(axes: Any, palette: Palette, entries: Sequence[tuple[str, str]]) -> None:
+def legend_of(axes: Any, palette: Palette | None, entries: Sequence[tuple[str, str]]) -> None:
     """Name the colours of degrees, then others by name, then lines that have a label."""
     patch = importlib.import_module("matplotlib.patches").Patch
-    named = [*zip(palette.names, palette.colours, strict=True), *entries]
+    of_degrees = () if palette is None else zip(palette.names, palette.colours, strict=True)
+    named = [*of_degrees, *entries]
     patches = [patch(facecolor=colour, label=name) for name, colour in named]
     lines, _ = axes.get_legend_handles_labels()
     axes.legend(

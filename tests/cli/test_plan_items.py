@@ -67,6 +67,19 @@ def test_the_plan_as_json(sizes, tmp_path, capsys):
     assert held[1] < held[0] / 2
 
 
+@pytest.mark.parametrize("flags", [(), ("--compare",)])
+def test_a_picture_of_it(sizes, tmp_path, capsys, flags):
+    """A chart a strategy."""
+    matplotlib = pytest.importorskip("matplotlib", reason="pip install 'megatron-hdp[plot]'")
+    pytest.importorskip("matplotlib.image")
+    assert run("--items", sizes, "--ranks", 4, *flags, "--plot", tmp_path / "who.png") == 0
+    assert f"picture written to {tmp_path}/who.png" in capsys.readouterr().out
+    pixels = matplotlib.image.imread(tmp_path / "who.png")[:, :, :3]
+    blue = matplotlib.colors.to_rgb("#225ea8")
+    at = np.all(np.abs(pixels - blue) < 0.01, axis=2).any(axis=1)
+    assert pixels.shape[0] > (700 if flags else 150) and at.sum() > (200 if flags else 40)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -90,6 +103,7 @@ def test_a_file_that_is_none(text, why, tmp_path, capsys):
         (["--offload", "auto"], "--offload has no effect on --items"),
         (["--tokens-per-rank", 8], "--tokens-per-rank has no effect on --items"),
         (["--lengths", "preset:github"], "not allowed with"),
+        (["--plot", "who.xyz"], "expected a name that ends in"),
         (["--output", "sizes.txt"], "--output sizes.txt is the file of --items as well"),
         (["--patches-per-pack", 64], "found an item of 4096 patches; expected at most 64 in a"),
     ],

@@ -15,6 +15,7 @@ from megatron_hdp.media import (
     ItemPlanError,
     dealt,
     evaluate_items,
+    item_lanes,
     items_bound_s,
     plan_items,
 )
@@ -71,6 +72,19 @@ def random_batch(drawn: random.Random) -> tuple[ItemBatch, ItemCostModel]:
     return batch, cost
 
 
+def require_lanes_of(batch, plan, cost, makespan_s):
+    """A picture's bars take as long as the plan, and none lies on another."""
+    lanes = item_lanes(batch, plan, cost)
+    assert lanes.makespan_s == pytest.approx(makespan_s)
+    assert np.array_equal(np.bincount(lanes.item, minlength=len(plan.degrees)), plan.degrees)
+    order = np.lexsort((lanes.start_s, lanes.rank))
+    neighbours = np.diff(lanes.rank[order]) == 0
+    gaps = lanes.start_s[order][1:] - lanes.end_s[order][:-1]
+    assert (gaps[neighbours] > -1e-9).all() and (lanes.end_s > lanes.start_s).all()
+    firsts = lanes.rank - plan.first_ranks[lanes.item]
+    assert ((firsts >= 0) & (firsts < plan.degrees[lanes.item])).all()
+
+
 @pytest.mark.parametrize("strategy", ITEM_STRATEGIES)
 def test_rules_hold_and_nothing_beats_the_bound(strategy, seeds):
     """Whatever the items and ranks are."""
@@ -81,6 +95,7 @@ def test_rules_hold_and_nothing_beats_the_bound(strategy, seeds):
         figures = evaluate_items(batch, plan, cost)
         assert figures.bound_s <= figures.makespan_s * (1 + 1e-9), seed
         assert figures.efficiency <= 1 + 1e-9
+        require_lanes_of(batch, plan, cost, figures.makespan_s)
         again = plan_items(batch, cost, strategy, replica_ranks=4)
         assert all(
             np.array_equal(getattr(plan, name), getattr(again, name))
