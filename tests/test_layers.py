@@ -96,7 +96,7 @@ ROOMS: dict[str, set[str]] = {
     "launching": {"runtime", "runtime/epochs"},
     "encoders": {"media", "convert/files"},
     "session": {"planner", "media", "data", "runtime", "megatron"},
-    "verl": {"megatron", "session"},
+    "verl": {"bridge", "megatron", "session"},
     "bridge": {"session", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron", "encoders"},
     "profile": {"planner", "data", "simulator", "runtime", "megatron"},

@@ -21,7 +21,6 @@ _UNSUPPORTED = {  # where it stands: values that HDP knows, what to do
     "dist.use_torch_fsdp2": ((False,), "use Megatron's DDP"),
     "dist.use_decentralized_pg": ((False,), "set False"),
     "rerun_state_machine.check_for_spiky_loss": ((False,), "set False"),
-    "peft.dropout": ((0.0,), "set 0: what dropout draws would depend on the plan"),
 }
 _ADAPTERS = ("megatron.bridge.peft.lora", "LoRA")
 _ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -60,6 +59,21 @@ def _found(config: Any, forward_step: Any) -> Iterator[str]:
         yield from _found_in_adapters(config.peft, config.model)
 
 
+def require_known_adapters(peft: Any, model: Any) -> None:
+    """Refuses adapters that would not train as they say.
+
+    Args:
+        peft: an object of Bridge's.
+        model: the provider, or Megatron's configuration, of the model they are put into.
+
+    Raises:
+        ValueError: names all that was found.
+    """
+    found = list(_found_in_adapters(peft, model))
+    if found:
+        raise ValueError("HDP does not know these adapters:\n  " + "\n  ".join(found))
+
+
 def _found_in_adapters(peft: Any, model: Any) -> Iterator[str]:
     if (type(peft).__module__, type(peft).__name__) != _ADAPTERS:
         yield (
@@ -67,6 +81,11 @@ def _found_in_adapters(peft: Any, model: Any) -> Iterator[str]:
             "others"
         )
         return
+    if peft.dropout:
+        yield (
+            f"found peft.dropout = {peft.dropout}, expected 0: what dropout draws would depend on "
+            "the plan"
+        )
     for one in peft.target_modules or ["exclude_modules"]:
         if one.rpartition(".")[-1] not in _ADAPTED:
             yield (

@@ -29,6 +29,7 @@ from verl.workers.engine.megatron.transformer_impl import (
     MegatronEngineWithValueHead,
 )
 
+from megatron_hdp.bridge.refusals import require_known_adapters
 from megatron_hdp.megatron.optimizer import torch_adam
 from megatron_hdp.session import FromLogProbs, FromValues, HdpSession, TokenBatch, weights_of
 from megatron_hdp.session.losses import Loss
@@ -71,6 +72,8 @@ class _OverHdp(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no t
         super().initialize()
         if self.engine_config.forward_only:
             return
+        if self.peft_cls is not None:
+            require_known_adapters(self.peft_cls, self.tf_config)
         capacity = self._options.pop(_CAPACITY)
         self.session = HdpSession.of_model(
             self.module,
@@ -187,8 +190,8 @@ def _require_plain(model_config: Any) -> None:
     Raises:
         ValueError: names it.
     """
-    if model_config.lora.get("rank", 0) or model_config.lora_rank:
-        raise ValueError("found lora, which was not tried with HDP: set its rank to 0")
+    if model_config.lora_rank:
+        raise ValueError("found lora_rank, which is for FSDP: set the rank of lora")
     if model_config.mtp.enable:
         raise ValueError("found mtp, whose layers learn nothing under HDP: switch it off")
 

@@ -17,9 +17,8 @@ import torch
 from tests.session.test_bridge import ON_CPU, bridge_of, local_layers
 
 HOW = (
-    "Megatron-Bridge's loop is not installed: as said in tests/session/test_bridge.py, and with "
-    "--no-deps nvidia-modelopt==0.47.0 transformers==5.10.2 tokenizers==0.22.2 huggingface-hub<2 "
-    "datasets dill multiprocess pandas scipy pulp"
+    "Megatron-Bridge's loop is not installed: do as tests/bridge/requirements.txt says, and add "
+    "nvidia-modelopt==0.47.0 datasets dill multiprocess pandas scipy pulp"
 )
 ABSENT = ("nvidia_resiliency_ext", "megatron.energon", "diffusers")
 """What Bridge's loop imports besides TransformerEngine, and these runs do not use."""
@@ -71,13 +70,11 @@ def loop():
     warnings.simplefilter("ignore")
     bridge_of()
     with absent():
-        import megatron.bridge.peft.utils as adapters
         from megatron.bridge.training import initialize
         from megatron.bridge.training.finetune import finetune
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
     initialize.compile_helpers = lambda: None  # C++ of pretraining data, of which there are none
-    adapters.HAVE_TE = False  # what stood for it has no layers
     logging.disable(logging.INFO)
     return pretrain, finetune, forward_step
 
@@ -119,7 +116,6 @@ def configuration(
     pretrained=None,
     lora=None,
     precision=None,
-    asynchronous=False,
     **layout,
 ):
     """Bridge's, for a LLaMA of two layers on CPUs; `layout` over ranks, and other model options.
@@ -135,7 +131,6 @@ def configuration(
         pretrained: folder of checkpoints whose weights training begins with.
         lora: settings of Bridge's adapters.
         precision: a name of Bridge's, as ``bf16_mixed``; without one float32.
-        asynchronous: whether checkpoints are saved while training goes on.
         layout: options of the model.
     """
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
@@ -195,8 +190,6 @@ def configuration(
             **{"save": save, "load": load, "save_interval": 2, "ckpt_format": "torch_dist"},
             ckpt_step=2 if load else None,
             pretrained_checkpoint=pretrained,
-            async_save=asynchronous,
-            async_strategy="mcore",
         ),
         dist=of.DistributedInitConfig(distributed_backend="gloo"),
         rng=of.RNGConfig(seed=11),

@@ -86,3 +86,17 @@ def test_adapters_over_tensor_ranks(run_ranks, folder, begun):
     expected = run_ranks(2, trained, folder / "rows", **TENSOR, **how)
     found = run_ranks(4, trained, folder / "rows", HDP, sharded=True, **TENSOR, **how)
     require_same(found[-1], expected[-1])
+
+
+def test_bfloat16(run_ranks, folder, begun, tmp_path):
+    """Rounded as it is; the resumed half, bit for bit."""
+    how = {"steps": 4, "samples": 8, "precision": "bf16_mixed", **LONG}
+    (expected,) = run_ranks(1, trained, folder / "rows", pretrained=begun({}), **how)
+    hdp = {"options": HDP, "sharded": True}
+    found = run_ranks(
+        2, trained, folder / "rows", pretrained=begun({}), save=str(tmp_path), **hdp, **how
+    )
+    again = run_ranks(2, trained, folder / "rows", load=str(tmp_path), **hdp, **how)
+    for whole, resumed in zip(found, again, strict=True):
+        np.testing.assert_allclose(whole["steps"], expected["steps"], rtol=2e-2)
+        assert resumed["steps"] == whole["steps"][2:]

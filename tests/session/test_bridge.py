@@ -16,11 +16,7 @@ from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.model.building import SequenceParallelNorm
 from megatron_hdp.session import HdpSession
 
-HOW = (
-    "Megatron-Bridge is not installed: pip install --no-deps --target DIR megatron-bridge==0.6.2 "
-    "omegaconf antlr4-python3-runtime==4.9.3 einops megatron-core==0.19.2 (Python 3.12, or with "
-    "--python-version 3.12 --only-binary=:all:), and put DIR first on PYTHONPATH"
-)
+HOW = "Megatron-Bridge is not installed: do as tests/bridge/requirements.txt says"
 ON_CPU = {
     **dict.fromkeys(("use_cpu_initialization", "calculate_per_token_loss"), True),
     **dict.fromkeys(("gradient_accumulation_fusion", "masked_softmax_fusion"), False),
@@ -60,7 +56,9 @@ def bridge_of():
         if parent:
             setattr(sys.modules[parent], last, found)
     from megatron.bridge import AutoBridge
+    from megatron.bridge.peft import utils
 
+    utils.HAVE_TE = False  # what stood for it has no layers
     for name in parts:
         del sys.modules[name]
     return AutoBridge

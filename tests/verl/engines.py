@@ -14,7 +14,7 @@ from tests.session.test_bridge import bridge_of, local_layers
 
 HOW = (
     "verl or Megatron-Bridge is not installed: pip install verl==0.9.1 'transformers<5.11' "
-    "'megatron-energon<8', and as said in tests/session/test_bridge.py"
+    "'megatron-energon<8', and do as tests/bridge/requirements.txt says"
 )
 OVERRIDES = dict.fromkeys(
     (
@@ -81,6 +81,7 @@ def engine_of(
     virtual: int | None = None,
     experts: int = 1,
     sequence: bool = False,
+    lora: dict[str, Any] | None = None,
     kind: str = "language_model",
     **overrides: Any,
 ) -> Any:
@@ -95,6 +96,7 @@ def engine_of(
         virtual: model chunks of a stage.
         experts: ranks over which experts lie.
         sequence: whether tensor-parallel ranks share tokens.
+        lora: of the model's configuration.
         kind: ``language_model`` or ``value_model``.
         overrides: further keys of ``override_transformer_config``; but ``offload`` is verl's two
             options of this name.
@@ -108,7 +110,7 @@ def engine_of(
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine import EngineRegistry
 
-    model = HFModelConfig(path=folder, load_tokenizer=False)
+    model = HFModelConfig(path=folder, load_tokenizer=False, lora=lora or {})
     object.__setattr__(model, "model_type", kind)
     tokenizer = types.SimpleNamespace(pad_token_id=0, save_pretrained=lambda folder: None)
     object.__setattr__(model, "tokenizer", tokenizer)

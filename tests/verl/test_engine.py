@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.func import functional_call
 
-from tests.verl.engines import HOW, engine_of, is_there, save_llama
+from tests.verl.engines import HOW, engine_of, is_there, save_experts, save_llama
 
 VOCABULARY, TEMPERATURE = 128, 0.9
 TEMPERATURES = (0.5, 0.9, 1.0, 1.5, 2.0, 0.7)  # of sequences, in one case
@@ -23,7 +24,14 @@ LOSSES = {  # settings of the actor; None: supervised
 }
 
 
-LAYOUTS = {"ranks alone": (2, {}), "tensor": (4, {"tensor": 2}), "pipeline": (4, {"pipeline": 2})}
+LAYOUTS = {  # ranks, the engine's, the model
+    "ranks alone": (2, {}, save_llama),
+    "tensor": (4, {"tensor": 2}, save_llama),
+    "sequence": (4, {"tensor": 2, "sequence": True}, save_llama),
+    "pipeline": (4, {"pipeline": 2}, save_llama),
+    "virtual": (4, {"pipeline": 2, "virtual": 2}, partial(save_llama, layers=4)),
+    "experts": (4, {"experts": 2}, save_experts),
+}
 
 
 @pytest.mark.slow
@@ -34,8 +42,8 @@ def test_losses_and_gradients_are_those_of_one_rank(run_ranks, tmp_path, monkeyp
     if not is_there():
         pytest.skip(HOW)
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "hdp")
-    save_llama(tmp_path, vocabulary=VOCABULARY)
-    num_ranks, how = LAYOUTS[layout]
+    num_ranks, how, save = LAYOUTS[layout]
+    save(tmp_path, vocabulary=VOCABULARY)
     found = run_ranks(num_ranks, trained, str(tmp_path), how, timeout_s=800)
     expected = by_transformers(str(tmp_path))
     for of_rank in found:
@@ -145,18 +153,26 @@ def trained(folder, how):
     return found
 
 
-def by_transformers(folder):
-    """The same by verl's losses over transformers' model in float64."""
+def by_transformers(folder, names=LOSSES, merged=None):
+    """The same by verl's losses over transformers' model in float64.
+
+    Args:
+        folder: of the model.
+        names: of losses.
+        merged: (weights by name in place of the model's, what the gradients are by), if others.
+    """
     from verl.utils import tensordict_utils as tu
     from verl.utils.py_functional import append_to_dict
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    how = {"dtype": torch.float64, "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
+    others, parameters = merged or ({}, list(model.parameters()))
     found = {}
-    for name in LOSSES:
+    for name in names:
         data, outputs = batch_of(name), {"log_probs": [], "entropy": []}
         several = TEMPERATURES if name == "temperatures" else [TEMPERATURE] * len(LENGTHS)
         for tokens, one in zip(data["input_ids"].unbind(), several, strict=True):
-            logits = model(tokens[None]).logits[0, :-1] / one
+            logits = functional_call(model, others, (tokens[None],)).logits[0, :-1] / one
             log_p = logits.log_softmax(-1)
             wanted = log_p.gather(1, tokens[1:, None])[:, 0]
             entropies = -(log_p.exp() * log_p).sum(-1)
@@ -172,7 +188,7 @@ def by_transformers(folder):
         num = data["loss_mask"].values().sum().item()
         tu.assign_non_tensor(data, batch_num_tokens=num, dp_size=1, num_micro_batch=1)
         loss, metrics = loss_of(name)(model_output=nested, data=data, dp_group=None)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        gradients = torch.autograd.grad(loss, parameters)
         by_name = {}
         append_to_dict(by_name, metrics)
         norm = torch.stack([one.norm() for one in gradients]).norm().item()

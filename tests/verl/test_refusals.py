@@ -27,7 +27,7 @@ def test_refusals(run_ranks, monkeypatch):
     expected = {name: words for name, (_, words) in SETTINGS.items()}
     expected |= {
         "mtp": "found mtp, whose layers learn nothing under HDP: switch it off",
-        "lora": "found lora, which was not tried with HDP: set its rank to 0",
+        "lora": "found lora_rank, which is for FSDP: set the rank of lora",
         "images": "found multi_modal_inputs in the batch, which HDP does not know: leave it out",
         "padded": "found padded input_ids, expected nested ones: set use_remove_padding",
         "positions": "found positions of sequence 1 that are not 0, 1, 2 ..., which HDP does not",
@@ -50,7 +50,7 @@ def refused():
     from megatron_hdp.verl.rows import require_known
 
     def of_model(lora=0, mtp=False):
-        return Of(lora={"rank": lora}, lora_rank=lora, mtp=Of(enable=mtp))
+        return Of(lora_rank=lora, mtp=Of(enable=mtp))
 
     def told(call, *given):
         with pytest.raises(ValueError) as error:

@@ -10,7 +10,12 @@ import transformers
 from tests.verl.engines import HOW, engine_of, is_there, save_llama
 from tests.verl.test_engine import LENGTHS, VOCABULARY, batch_of, plain
 
-LAYOUTS = {"ranks alone": (2, {}), "pipeline": (4, {"pipeline": 2})}
+LAYOUTS = {
+    "ranks alone": (2, {}),
+    "tensor": (4, {"tensor": 2}),
+    "sequence": (4, {"tensor": 2, "sequence": True}),
+    "pipeline": (4, {"pipeline": 2}),
+}
 
 
 @pytest.mark.slow
@@ -29,6 +34,7 @@ def test_values_and_gradients_are_those_of_one_rank(run_ranks, tmp_path, monkeyp
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         assert found["norm"] == pytest.approx(wanted["norm"], rel=1e-4)
         assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-3, abs=1e-5)
+        assert found["pairs"] == pytest.approx(wanted["pairs"], rel=1e-4)
         assert "found a call for log-probabilities of a model whose head" in found["refused"]
 
 
@@ -53,8 +59,18 @@ def loss():
     return partial(value_loss, CriticConfig(**how))
 
 
+def pairs(model_output, data, dp_group):
+    """A reward model's: of two sequences that follow each other the first should score more."""
+    values = model_output["values"]
+    last = values.values()[values.offsets()[1:] - 1]
+    value = -torch.nn.functional.logsigmoid(last[0::2] - last[1::2]).mean()
+    return value, {"pairs": value.item()}
+
+
 def trained(folder, how):
     """Body of a rank."""
+    from verl.utils import tensordict_utils as tu
+
     engine = engine_of(folder, kind="value_model", **how)
     assert type(engine).__name__ == "HdpValueEngine"
     data = batch()
@@ -72,6 +88,10 @@ def trained(folder, how):
         engine.optimizer_zero_grad()
         out = engine.forward_backward_batch(data, loss(), forward_only=False)
         found["norm"] = float(engine.optimizer_step())
+        tu.assign_non_tensor(data, force_group_size=2)
+        engine.optimizer_zero_grad()
+        of_pairs = engine.forward_backward_batch(data, pairs, forward_only=False)
+        found["pairs"] = sum(of_pairs["loss"]), float(engine.optimizer_step())
     found["loss"], found["metrics"] = sum(out["loss"]), plain(out["metrics"])
     with pytest.raises(ValueError) as error:
         engine.session.log_probs(tokens)
@@ -97,9 +117,14 @@ def by_transformers(folder, head):
     tu.assign_non_tensor(data, batch_num_tokens=num, dp_size=1, num_micro_batch=1)
     nested = torch.nested.nested_tensor_from_jagged(values, data["input_ids"].offsets())
     value, metrics = loss()(model_output={"values": nested}, data=data, dp_group=None)
-    gradients = torch.autograd.grad(value, [*model.parameters(), head])
-    by_name = {}
+    by_name, weights = {}, [*model.parameters(), head]
     append_to_dict(by_name, metrics)
-    norm = torch.stack([one.norm() for one in gradients]).norm().item()
-    found = {"loss": value.item(), "norm": norm, "metrics": plain(by_name)}
+    of_pairs, _ = pairs({"values": nested}, data, None)
+
+    def norm(of):
+        parts = torch.autograd.grad(of, weights, retain_graph=True)
+        return torch.stack([one.norm() for one in parts]).norm().item()
+
+    found = {"loss": value.item(), "norm": norm(value), "metrics": plain(by_name)}
+    found["pairs"] = of_pairs.item(), norm(of_pairs)
     return found | {"values": values.detach().numpy()}
