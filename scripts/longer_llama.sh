@@ -6,38 +6,14 @@
 #
 #   STEPS=12   steps of each of the two runs, at least 2
 #   OUT=DIR    where models, data and checkpoints go (default: runs/longer-llama)
-set -euo pipefail
-
-STEPS=${STEPS:-12}
-[[ $STEPS =~ ^([2-9]|[1-9][0-9]{1,3})$ ]] ||
-    { echo "error: STEPS=$STEPS: expected a number of steps, 2 to 9999" >&2; exit 1; }
-
-source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-
-folder=${OUT:-runs/longer-llama}
-export OMP_NUM_THREADS=1
-export CUDA_VISIBLE_DEVICES="" # small enough for CPUs, on every machine
-
-hdp() {
-    "$PYTHON" -m megatron_hdp.cli.main "$@"
-}
-
-train() { # name, flags...
-    local name=$1
-    shift
-    "$PYTHON" -m torch.distributed.run --nnodes 1 --nproc-per-node 2 \
-        --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-        -m megatron_hdp.pretrain_gpt --config "$folder/longer.yaml" --hybrid-data-parallel \
-        --train-iters "$STEPS" --metrics-path "$folder/$name.jsonl" --save "$folder/$name" "$@"
-}
+source "$(dirname "${BASH_SOURCE[0]}")/_tutorial.sh" longer-llama 12
 
 echo "== a tiny Llama-3, documentation, code and conversations of the standard library"
-rm -rf "${folder:?}"
 "$PYTHON" scripts/examples/tutorial/corpora.py "$folder/data"
 "$PYTHON" scripts/examples/tutorial/tiny_llama.py make "$folder/llama"
 cp scripts/examples/tutorial/chat.yaml "$folder/data/"
 sed "s/STEPS/$STEPS/" scripts/examples/tutorial/growing.yaml > "$folder/data/growing.yaml"
-cp scripts/examples/tutorial/longer.yaml "$folder/"
+cp scripts/examples/tutorial/longer.yaml "$folder/training.yaml"
 
 echo
 echo "== its weights become a checkpoint, its configuration flags"

@@ -5,30 +5,7 @@
 #
 #   STEPS=40   steps of each of the three runs, at least 2
 #   OUT=DIR    where models, data and checkpoints go (default: runs/tuned-llama)
-set -euo pipefail
-
-STEPS=${STEPS:-40}
-[[ $STEPS =~ ^([2-9]|[1-9][0-9]{1,3})$ ]] ||
-    { echo "error: STEPS=$STEPS: expected a number of steps, 2 to 9999" >&2; exit 1; }
-
-source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-
-folder=${OUT:-runs/tuned-llama}
-export OMP_NUM_THREADS=1
-export CUDA_VISIBLE_DEVICES="" # small enough for CPUs, on every machine
-
-hdp() {
-    "$PYTHON" -m megatron_hdp.cli.main "$@"
-}
-
-train() { # name, flags...
-    local name=$1
-    shift
-    "$PYTHON" -m torch.distributed.run --nnodes 1 --nproc-per-node 2 \
-        --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-        -m megatron_hdp.pretrain_gpt --config "$folder/tuning.yaml" --hybrid-data-parallel \
-        --train-iters "$STEPS" --metrics-path "$folder/$name.jsonl" --save "$folder/$name" "$@"
-}
+source "$(dirname "${BASH_SOURCE[0]}")/_tutorial.sh" tuned-llama 40
 
 merge() { # adapters, the checkpoint beside which they were trained, folder to make
     hdp convert --from "$folder/$1" --like "$folder/llama" --to-hf "$folder/$3" \
@@ -36,13 +13,12 @@ merge() { # adapters, the checkpoint beside which they were trained, folder to m
 }
 
 echo "== a tiny Llama-3; conversations, and pairs of a better and a worse answer"
-rm -rf "${folder:?}"
 "$PYTHON" scripts/examples/tutorial/corpora.py "$folder/data"
 "$PYTHON" scripts/examples/tutorial/pairs.py "$folder/data"
 "$PYTHON" scripts/examples/tutorial/tiny_llama.py make "$folder/llama"
 hdp convert --from-hf "$folder/llama" --to "$folder/weights"
 cp scripts/examples/tutorial/{base,chat}.yaml "$folder/data/"
-cp scripts/examples/tutorial/tuning.yaml "$folder/"
+cp scripts/examples/tutorial/tuning.yaml "$folder/training.yaml"
 
 echo
 echo "== a base: all weights learn documentation"

@@ -16,20 +16,26 @@ _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
 
 
-def make(folder: Path) -> None:
-    """Writes model and tokenizer."""
+def write_tokenizer(folder: Path, special: list[str]) -> tokenizers.Tokenizer:
+    """Writes a tokenizer of bytes whose conversations end with the first of its special tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(_SPECIAL)
+    backend.add_special_tokens(special)
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=_SPECIAL[0], chat_template=_TEMPLATE
+        tokenizer_object=backend, eos_token=special[0], chat_template=_TEMPLATE
     ).save_pretrained(folder)
+    return backend
+
+
+def make(folder: Path) -> None:
+    """Writes model and tokenizer."""
+    backend = write_tokenizer(folder, SPECIAL)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=320,
@@ -40,7 +46,7 @@ def make(folder: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        eos_token_id=backend.token_to_id(_SPECIAL[0]),
+        eos_token_id=backend.token_to_id(SPECIAL[0]),
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     print(f"{folder}: a Llama of {config.max_position_embeddings} positions")
