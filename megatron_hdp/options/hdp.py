@@ -227,7 +227,8 @@ class HdpOptions:
     hdp_plot_plan: Path | None = option(
         None,
         metavar="FILE",
-        help="Draw the plan of one step, as a Gantt chart with a bar per rank, into this file.",
+        help="Draw the plan of one step, as a Gantt chart with a bar per rank, into this file, and "
+        "beside it, with -items behind its name, who encodes the step's pictures.",
     )
     hdp_plot_step: int = option(1, minimum=1, help="Step whose plan --hdp-plot-plan draws.")
     hdp_trace: Path | None = option(

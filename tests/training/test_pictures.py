@@ -135,6 +135,15 @@ def test_flop_of_pictures_count(run_ranks, tmp_path):
         assert lowest <= one - other <= highest
 
 
+@SLOW
+def test_a_run_draws_who_encodes_what(run_ranks, tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install 'megatron-hdp[plot]'")
+    path = tmp_path / "plan.png"
+    trained(run_ranks, pictures_run(tmp_path, steps=2), 3, hdp_plot_plan=path, hdp_plot_step=2)
+    for name in ("plan.png", "plan-items.png"):
+        assert (tmp_path / name).stat().st_size > 5_000
+
+
 def without_sums(arguments):
     """Body of a rank: the planted fault, stages keep the gradients of their own items."""
     with mock.patch("megatron_hdp.megatron.step.items.add_up_gradients"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -99,19 +100,20 @@ class JobEncoder:
                 rank = self._rank_at(share.hdp_rank, tensor_rank)
                 wanted[rank] = np.concatenate([*of_rank, np.zeros(0, dtype=np.int64)])
                 readers[wanted[rank]] = rank
-        items, efficiency = self._planned(media, readers, first_slots)
+        planned = self._planned(media, readers, first_slots)
+        items = planned[1]
         makers = np.repeat(items.first_ranks, media.counts)
         packs = _packs_of(items, self._rank)
         made = [media.rows_of(item) for pack in packs for item in pack]
         exchange = row_exchange(
             self._rank, wanted, makers, np.concatenate([*made, np.zeros(0, dtype=np.int64)])
         )
-        return StepMedia(self, batch, media, packs, wanted[self._rank], exchange, efficiency)
+        return StepMedia(self, batch, media, packs, wanted[self._rank], exchange, planned)
 
     def _planned(
         self, media: BatchMedia, readers: Int32Array, slots: Int32Array
-    ) -> tuple[ItemPlan, float]:
-        """Who encodes what, and how evenly."""
+    ) -> tuple[ItemBatch, ItemPlan]:
+        """The step's items, and who encodes what."""
         per_row = self.encoder.patches_per_row
         patches = media.counts * per_row
         batch = ItemBatch(
@@ -125,7 +127,7 @@ class JobEncoder:
             most_ranks=1,
         )
         found = plan_items(batch, self.encoder.cost, self.balance)
-        return found, evaluate_items(batch, found, self.encoder.cost).efficiency
+        return batch, found
 
     def is_of(self, tensor_rank: int, micro_batch: RankMicroBatch) -> BoolArray:
         """Which tokens' embeddings a tensor rank has, ``[t]``: all, or its share of each part."""
@@ -168,8 +170,8 @@ class StepMedia:
     wanted: Int64Array
     """Rows of this rank's tokens, in their order."""
     exchange: RowExchange
-    efficiency: float
-    """Work of all items / ranks / that of the busiest one, as planned."""
+    planned: tuple[ItemBatch, ItemPlan]
+    """The step's items, and who encodes what."""
     damaged: dict[int, str] = field(default_factory=dict)
     _unreadable: ValueError | None = None
     _made: torch.Tensor | None = None
@@ -179,6 +181,11 @@ class StepMedia:
     def patches(self) -> Int64Array:
         """Of each item of the step, ``[items]``."""
         return self.media.counts * self.job.encoder.patches_per_row
+
+    @cached_property
+    def efficiency(self) -> float:
+        """Work of all items / ranks / that of the busiest one, as planned."""
+        return evaluate_items(*self.planned, self.job.encoder.cost).efficiency
 
     @property
     def num_made(self) -> int:

@@ -37,7 +37,7 @@ from megatron_hdp.megatron.step.figures import (
     figures_by_source,
     over_all_ranks,
 )
-from megatron_hdp.megatron.step.items import ItemsAhead, StepItems, with_items
+from megatron_hdp.megatron.step.items import ItemsAhead, StepItems, draw_step, with_items
 from megatron_hdp.megatron.step.learning import Learning
 from megatron_hdp.megatron.step.left_out import LeftOutOfSteps
 from megatron_hdp.megatron.step.loading import DataPlane
@@ -463,10 +463,8 @@ class HdpSteps:
         return [f"{ranks}, {lines[0]}", *lines[1:]]
 
     def draw_plan(self, path: Path, title: str) -> None:
-        """Draws the latest step's plan as a Gantt chart, a lane a rank."""
-        from megatron_hdp.simulator.plot import plot_plan
-
-        plot_plan(*self.planned_times(), path, title=title)
+        """Draws the latest step's plan, a lane a rank, and who encodes its items."""
+        draw_step(self._ran(), self.planned_times(), path, title)
 
     def _ran(self) -> RankStep:
         assert self.latest is not None, "no step has run"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_hdp.data.media import Decoded
@@ -24,6 +25,7 @@ from megatron_hdp.megatron.media import BatchMedia, DrawnItems, JobEncoder, Step
 from megatron_hdp.megatron.model import add_up_gradients, encoder_of
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step.figures import StepReport
+from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.runtime.timeline import ENCODER
 
 PictureDecoder = Callable[[Sequence[WantedPicture]], list[Decoded]]
@@ -189,6 +191,19 @@ class ItemsAhead:
     def _with_items(self, step: RankStep, position: Position) -> RankStep:
         items = self._items.prepared(step, partial(self._loaders.decode, position))
         return replace(step, items=items)
+
+
+def draw_step(step: RankStep, times: tuple[Plan, Evaluation], path: Path, title: str) -> None:
+    """Draws a step's plan, a lane a rank, and beside it, if there are items, who encodes them."""
+    from megatron_hdp.simulator.plot import plot_plan
+    from megatron_hdp.simulator.plot_items import plot_items
+
+    plot_plan(*times, path, title=title)
+    if isinstance(media := step.items, StepMedia):
+        batch, made = media.planned
+        told = f"{title}, items by {made.strategy}: efficiency {media.efficiency:.3f}"
+        beside = path.with_stem(f"{path.stem}-items")
+        plot_items(batch, {told: made}, media.job.encoder.cost, beside)
 
 
 def with_items(report: StepReport, media: StepMedia | None) -> StepReport:
