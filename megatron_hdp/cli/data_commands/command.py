@@ -73,6 +73,11 @@ def _add_plan(below: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "document)",
     )
     add(
+        "--items",
+        metavar="FILE.txt",
+        help="write the sizes of the steps' pictures, as plan --items and check --items read them",
+    )
+    add(
         "--hdp-long-sequence",
         choices=("error", "truncate", "split"),
         default="error",

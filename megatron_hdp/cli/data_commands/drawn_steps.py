@@ -10,8 +10,39 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hdp.arrays import Float64Array
-from megatron_hdp.data.mixture import Corpus, Mixture, Position, Step
+from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.data.mixture import Corpus, Mixture, PictureSource, Position, Step
+
+
+@dataclass(frozen=True)
+class StepItems:
+    """The pictures of a step, in the order of its sequences, ``[items]`` each."""
+
+    rows: Int64Array
+    """Tokens that stand for it."""
+    heights: Int64Array
+    """In pixels."""
+    widths: Int64Array
+
+    @classmethod
+    def of(cls, corpus: Corpus, step: Step) -> StepItems:
+        """Those of a step; nothing is read of their files."""
+        columns: list[list[Int64Array]] = [[np.zeros(0, dtype=np.int64)] for _ in range(4)]
+        for number, source in enumerate(corpus.sources):
+            if not isinstance(source, PictureSource):
+                continue
+            here = np.flatnonzero(step.sources == number)
+            counts, items = source.items_of(step.rows[here], step.lengths[here])
+            records = source.pictures.items.records[items]
+            found = (
+                *(np.repeat(here, counts), source.pictures.rows[items]),
+                *(records[side].astype(np.int64) for side in ("height", "width")),
+            )
+            for column, part in zip(columns, found, strict=True):
+                column.append(part)
+        sequences, *others = (np.concatenate(one) for one in columns)
+        order = np.argsort(sequences, kind="stable")
+        return cls(*(one[order] for one in others))
 
 
 @dataclass
@@ -28,6 +59,10 @@ class Phase:
     num_loss_tokens: int = 0
     longest: int = 0
     """Tokens of the longest sequence."""
+    num_items: int = 0
+    """Pictures."""
+    num_rows: int = 0
+    """Tokens that stand for them."""
 
     @property
     def num_steps(self) -> int:
@@ -52,6 +87,11 @@ class Phase:
         self.num_tokens += step.tokens
         self.num_loss_tokens += int(step.num_loss_tokens.sum())
         self.longest = max(self.longest, int(step.lengths.max()))
+
+    def add_items(self, found: StepItems) -> None:
+        """Add pictures of a step."""
+        self.num_items += len(found.rows)
+        self.num_rows += int(found.rows.sum())
 
 
 @dataclass
@@ -105,7 +145,10 @@ def forecast(drawing: Drawing, num_steps: int, done: Callable[[], object]) -> Fo
     for step in drawing.steps(num_steps):
         before, after = step.before, step.after
         drawn = [after.of(name).amount - before.of(name).amount for name in corpus.names]
-        _phase(found.phases, corpus, before).add(step, np.array(drawn, dtype=np.float64))
+        phase = _phase(found.phases, corpus, before)
+        phase.add(step, np.array(drawn, dtype=np.float64))
+        if corpus.has_pictures:
+            phase.add_items(StepItems.of(corpus, step))
         for source in mixture.sources:
             name = source.name
             if found.exhausted[name] is None and source.stream.has_ended(after.of(name).rows):

@@ -76,6 +76,7 @@ def record(found: Findings) -> dict[str, Any]:
                 "sequences": phase.num_sequences,
                 "mean_length": phase.mean_length,
                 "longest": phase.longest,
+                **_pictures(found, phase),
             }
         )
     return {
@@ -130,10 +131,23 @@ def _headline(found: Findings, phase: Phase) -> str:
     declared = found.corpus.schedule.phases[phase.number]
     if declared.end > declared.begin:
         places += f", changing until {short(declared.end)}"
-    return (
+    text = (
         f"{places}: {phase.num_tokens / phase.num_steps:,.0f} tokens a step in sequences of "
         f"{phase.mean_length:,.1f}, the longest of {phase.longest:,}"
     )
+    if not phase.num_items:
+        return text
+    rows, share = phase.num_rows / phase.num_steps, phase.num_rows / phase.num_tokens
+    return (
+        f"{text}; {phase.num_items / phase.num_steps:,.1f} pictures a step of {rows:,.0f} rows, "
+        f"{share:.1%} of the tokens"
+    )
+
+
+def _pictures(found: Findings, phase: Phase) -> dict[str, int]:
+    if not found.corpus.has_pictures:
+        return {}
+    return {"items": phase.num_items, "rows": phase.num_rows}
 
 
 def _shares(found: Findings, phase: Phase) -> list[str]:

@@ -3,8 +3,10 @@
 import argparse
 from collections.abc import Iterable
 
+import numpy as np
+
 from megatron_hdp.cli.data_commands import drawn_text
-from megatron_hdp.cli.data_commands.drawn_steps import forecast
+from megatron_hdp.cli.data_commands.drawn_steps import Drawing, StepItems, forecast
 from megatron_hdp.cli.data_commands.flags import drawing_of, opening_of, say
 from megatron_hdp.cli.shared.outputs import check_outputs, steps_bar, write_json
 from megatron_hdp.data.index_file import IndexFile
@@ -16,11 +18,13 @@ from megatron_hdp.data.mixture import (
     read_data_file,
 )
 from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.files import new_file
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw, print and write."""
     outputs = [("--output", path) for path in arguments.output]
+    outputs += [("--items", arguments.items)] if arguments.items else []
     check_outputs(outputs, [("the data file", arguments.data)], {"--output": (".json",)})
     spec = read_data_file(arguments.data, may_name_code=arguments.hdp_primitives).training
     seq_length = arguments.seq_length or _seq_length(spec, arguments)
@@ -41,7 +45,22 @@ def run(arguments: argparse.Namespace) -> int:
     print(drawn_text.text(found))
     for path in arguments.output:
         write_json(path, drawn_text.record(found))
+    if arguments.items is not None:
+        _write_sizes(arguments.items, drawing, num_steps)
     return ExitCode.DONE
+
+
+def _write_sizes(path: str, drawing: Drawing, num_steps: int) -> None:
+    """Write what ``plan --items`` and ``check --items`` read."""
+    if not drawing.corpus.has_pictures:
+        raise ValueError(
+            f"--items {path}: found no source with pictures, expected one: leave --items out"
+        )
+    with new_file(path, durable=False) as temporary, open(temporary, "w") as file:
+        for step in drawing.steps(num_steps):
+            found = StepItems.of(drawing.corpus, step)
+            np.savetxt(file, np.stack([found.heights, found.widths], axis=1), fmt="%d")
+    print(f"sizes of pictures written to {path}")
 
 
 def _seq_length(spec: MixtureSpec, arguments: argparse.Namespace) -> int:

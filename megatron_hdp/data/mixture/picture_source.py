@@ -171,6 +171,14 @@ class PictureSource(TableSource):
                 found.append((begin, self._stored(one)))
         return found
 
+    def items_of(self, rows: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return how many pictures rows' first tokens have, and the numbers of all of them."""
+        documents = self.table.documents(rows + self.first_row)
+        firsts = self.pictures.items.first[documents]
+        counts = np.searchsorted(self.pictures.places, documents * _DOCUMENT + lengths) - firsts
+        before = np.cumsum(counts) - counts
+        return counts, np.repeat(firsts - before, counts) + np.arange(int(counts.sum()))
+
     def picture(self, row: int, place: int) -> StoredPicture:
         """Return a picture of a row, by its place among them."""
         return self._stored(self.pictures.items.of(self.document(row))[place])

@@ -86,3 +86,29 @@ def test_commands_that_train_text_refuse_pictures(
     arguments = arguments_of(hdp_data=mix, data_path=None)
     with pytest.raises(ValueError, match="a source with pictures and nothing to encode them"):
         open_split(arguments, split_specs(arguments)["train"])
+
+
+def test_plan(mix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step has each row once; its sizes are what ``plan --items`` takes."""
+    words = ("--steps", "2", "--global-batch-size", "8", "--seq-length", "400")
+    output, sizes = tmp_path / "plan.json", tmp_path / "sizes.txt"
+    flags = (*words, "--output", str(output), "--items", str(sizes))
+    assert main(["data", "plan", str(mix), *flags]) == 0
+    text = capsys.readouterr().out
+    rows = sum(round(h / 32) * round(w / 32) for h, w in sources.SIDES) * 2
+    (phase,) = json.loads(output.read_text())["phases"]
+    assert (phase["items"], phase["rows"]) == (16, 2 * rows)
+    assert f"; 8.0 pictures a step of {rows:,} rows, {rows / phase['tokens'] * 2:.1%} of" in text
+    drawn = sorted(tuple(map(int, line.split())) for line in sizes.read_text().splitlines())
+    assert drawn == sorted(sources.SIDES * 4)
+    assert main(["plan", "--items", str(sizes), "--ranks", "2"]) == 0
+    assert capsys.readouterr().out.startswith("16 images and 0 videos: ")
+
+
+def test_plan_of_text_has_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.txt").write_text("some text\n" * 5)
+    (tmp_path / "text.yaml").write_text("sources:\n  text: {path: x.txt, tokenizer: byte}\n")
+    words = ("--steps", "1", "--global-batch-size", "1", "--items", str(tmp_path / "sizes.txt"))
+    assert main(["data", "plan", str(tmp_path / "text.yaml"), *words]) == 2
+    assert "found no source with pictures" in capsys.readouterr().err
+    assert not (tmp_path / "sizes.txt").exists()
