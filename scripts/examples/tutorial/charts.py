@@ -1,6 +1,6 @@
 """``python scripts/examples/tutorial/charts.py FOLDER`` draws bar charts, each with its answer.
 
-Most are small, a few are posters with a hundred times the pixels, as pictures of the web are.
+Two of three are small, the others posters with some forty times the pixels.
 """
 
 import json
@@ -12,8 +12,8 @@ from PIL import Image, ImageDraw
 
 QUESTION = "Which bar is the highest?"
 _COLOURS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 119, 180)}
-_CHARTS, _POSTERS = 400, 0.06
-_SMALL, _LARGE = 40, 640  # pixels of a side, about
+_CHARTS, _POSTERS = 400, 0.3
+_SMALL, _LARGE = 40, 256  # pixels of a side, about
 
 
 def chart(number: int) -> tuple[Image.Image, str]:
