@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from megatron_hdp.data.formats.energon import energon_shards
 from megatron_hdp.data.spec import SourceSpec
 
 _SPLITS, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
@@ -39,8 +40,8 @@ def files_of(path: str, glob: str | None) -> list[str]:
     """Return the files that a path stands for, in the order in which their documents come.
 
     Args:
-        path: a file, a folder (walked in sorted order; a Hugging Face dataset saved to disk in the
-            order that it gives itself), or a pattern with ``*``.
+        path: a file, a folder (walked in sorted order; a Hugging Face dataset saved to disk, or
+            one that Energon prepared, in the order that it gives itself), or a pattern with ``*``.
         glob: names to take from a folder; None: all.
 
     Raises:
@@ -67,10 +68,13 @@ def files_below(folder: str, glob: str | None) -> list[str]:
     """Return the files of a folder and those below it, sorted, whose name matches ``glob``.
 
     Raises:
-        ValueError: it is a saved dataset of several splits, or one that lacks files.
+        ValueError: it is a saved dataset of several splits, or one that lacks files; or a data set
+            of Energon that does.
     """
     if glob is None and (saved := _saved_dataset(folder)) is not None:
         return saved
+    if glob is None and (shards := energon_shards(folder)) is not None:
+        return shards
     return list(_walk(folder, glob or "*"))
 
 
