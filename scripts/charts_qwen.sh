@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Pictures among the tokens, on four CPU ranks in a few minutes: bar charts are drawn, a tiny random
-# Qwen3-VL of transformers learns to read them, and becomes a model of transformers again, which is
-# asked about one. The runs draw who encodes what. docs/charts.md explains it step by step:
+# Pictures among the tokens, on four CPU ranks: bar charts are drawn, a tiny random Qwen3-VL of
+# transformers learns to read them, and becomes a model of transformers again, which is asked about
+# some. The runs draw who encodes what. docs/charts.md explains it step by step:
 # ./scripts/charts_qwen.sh [flags of training]
 #
 #   STEPS=40   steps of training, at least 2

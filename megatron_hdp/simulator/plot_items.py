@@ -59,7 +59,9 @@ def plot_items(
         axes.set_title(name, loc="left", fontsize=11)
         axes.set_xlim(0, longest_s / scale * 1.01 or 1.0)
     charts[-1].set_xlabel(f"time to encode a step's items ({unit})")
-    legend_of(charts[0], None, [*_COLOURS.items(), ("waits", IDLE)])
+    is_cut = any(plan.is_cut.any() for plan in plans.values())
+    named = [one for one in _COLOURS.items() if is_cut or one[1] != _CUT]
+    legend_of(charts[0], None, [*named, ("waits", IDLE)])
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     save_as_named(figure, path)

@@ -153,6 +153,9 @@ COMMANDS = {
     "./scripts/tuned_llama.sh": Elsewhere(
         "tests/scripts/test_tuned_llama.py::test_the_tutorial", needs="slow"
     ),
+    "./scripts/charts_qwen.sh": Elsewhere(
+        "tests/scripts/test_charts_qwen.py::test_the_tutorial", needs="slow"
+    ),
     "./scripts/longer_llama.sh": Elsewhere(
         "tests/scripts/test_longer_llama.py::test_the_tutorial", needs="slow"
     ),
