@@ -41,20 +41,27 @@ def test_a_host_dies_with_its_shards(run_ranks, tmp_path):
 
 
 class Nodes:
-    """Two agents of two ranks each on this machine, whose hosts have different names."""
+    """Agents of two ranks each on this machine, whose hosts have different names.
 
-    def __init__(self, folder, **changes):
+    Args:
+        folder: of the corpus, logs and metrics.
+        program: what a rank runs, and its arguments.
+        num_nodes: how many there are to be.
+        spares: of each node.
+    """
+
+    def __init__(self, folder, program, num_nodes=2, spares=0):
         write_corpus(folder, LENGTHS)
-        settings = {**BATCH, "metrics_path": folder / "metrics.jsonl", "log_interval": 1}
         self.folder, self.port, self.agents = folder, free_port(), {}
-        self.flags = flags(folder, **(settings | changes))
+        self.program, self.num_nodes, self.spares = program, num_nodes, spares
 
     def start(self, node):
         """Starts the agent of a node."""
-        options = ["--nproc-per-node", "2", "--nnodes", "2", "--node-rank", str(node)]
-        options += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "-m", "megatron_hdp.pretrain_gpt"]
-        command = [sys.executable, "-m", "megatron_hdp.cli.main", "launch", *options, *self.flags]
-        environment = os.environ | {keys.HOST: f"host-{node}"}
+        options = ["--nproc-per-node", "2", "--nnodes", str(self.num_nodes)]
+        options += ["--node-rank", str(node), "--spares-per-node", str(self.spares)]
+        options += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "-m", *self.program]
+        command = [sys.executable, "-m", "megatron_hdp.cli.main", "launch", *options]
+        environment = os.environ | {keys.HOST: f"host-{node}", "TORCHDYNAMO_DISABLE": "1"}
         with (self.folder / f"log-{node}").open("a") as log:
             self.agents[node] = psutil.Popen(
                 [*command, "--hdp-survive"], stdout=log, stderr=log, env=environment
@@ -91,27 +98,32 @@ class Nodes:
         for one in [agent, *agent.children(recursive=True)]:
             one.send_signal(number)
 
-    def require_undisturbed(self, run_ranks):
-        """Each step once, as a rank that sees whole batches has it."""
-        others = {"--metrics-path": "reference.jsonl", "--save": "reference"}
-        argv = [*self.flags, "--hdp-tokens-per-rank", "1000"]
-        for flag, name in others.items():
-            argv += [flag, str(self.folder / name)]
-        run_ranks(1, curve, parse_arguments(argv))
-        expected = lines_of(self.folder / "reference.jsonl")
-        found = lines_of(self.folder / "metrics.jsonl")
-        assert [one["step"] for one in found] == [one["step"] for one in expected]
-        for one, other in zip(found, expected, strict=True):
-            for name in ("loss", "grad_norm"):
-                assert abs(one[name] / other[name] - 1) < 1e-10, (one["step"], name)
+    def ranks(self, node):
+        """Processes of a node that train or wait, by age."""
+        return sorted(self.agents[node].children(), key=lambda one: one.create_time())
+
+
+def require_undisturbed(job, run_ranks):
+    """Each step once, as a rank that sees whole batches has it."""
+    others = {"--metrics-path": "reference.jsonl", "--save": "reference"}
+    argv = [*job.program[1:], "--hdp-tokens-per-rank", "1000"]
+    for flag, name in others.items():
+        argv += [flag, str(job.folder / name)]
+    run_ranks(1, curve, parse_arguments(argv))
+    expected = lines_of(job.folder / "reference.jsonl")
+    found = lines_of(job.folder / "metrics.jsonl")
+    assert [one["step"] for one in found] == [one["step"] for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert abs(one[name] / other[name] - 1) < 1e-10, (one["step"], name)
 
 
 @contextmanager
-def two_nodes(folder, **changes):
-    job = Nodes(folder, **changes)
+def begun(job):
+    """A job of all of its nodes, in which some steps have ended."""
     try:
-        job.start(0)
-        job.start(1)
+        for node in range(job.num_nodes):
+            job.start(node)
         job.until(lambda: job.steps() > 3)
         yield job
     finally:
@@ -124,21 +136,28 @@ def two_nodes(folder, **changes):
             agent.wait()
 
 
+def nodes(folder, num_nodes=2, spares=0, **changes):
+    """A job of the own command, which does many steps a second."""
+    settings = {**BATCH, "metrics_path": folder / "metrics.jsonl", "log_interval": 1}
+    argv = flags(folder, **(settings | changes))
+    return begun(Nodes(folder, ["megatron_hdp.pretrain_gpt", *argv], num_nodes, spares))
+
+
 def test_a_host_is_lost_and_comes_back(run_ranks, tmp_path):
     """With one host alone the longest sequence has no room, so that the job waits for the other."""
-    with two_nodes(tmp_path, train_iters=60, **NEEDS_THREE, **SHARDED) as job:
+    with nodes(tmp_path, train_iters=60, **NEEDS_THREE, **SHARDED) as job:
         job.send(1, signal.SIGKILL)
         job.agents[1].wait()
         job.until(lambda: "2 HDP ranks are left, a step needs 3" in job.log(0))
         job.start(1)
         assert job.codes(0, 1) == [ExitCode.DONE, ExitCode.DONE], job.words()
         assert "node 1 (host host-1) gave no sign of life" in job.log(0)
-        job.require_undisturbed(run_ranks)
+        require_undisturbed(job, run_ranks)
 
 
 def test_a_host_that_stood_still_writes_nothing(run_ranks, tmp_path):
     saved = {"save": tmp_path / "saved", "save_interval": 20}
-    with two_nodes(tmp_path, train_iters=60, **NEEDS_TWO, **saved, **SHARDED) as job:
+    with nodes(tmp_path, train_iters=60, **NEEDS_TWO, **saved, **SHARDED) as job:
         job.send(1, signal.SIGSTOP)
         assert job.codes(0) == [ExitCode.DONE], job.words()
         written = {path: path.stat().st_mtime_ns for path in (tmp_path / "saved").rglob("*")}
@@ -147,12 +166,12 @@ def test_a_host_that_stood_still_writes_nothing(run_ranks, tmp_path):
         assert "were killed, and write nothing more" in job.log(1)
         now = {path: path.stat().st_mtime_ns for path in (tmp_path / "saved").rglob("*")}
         assert now == written
-        job.require_undisturbed(run_ranks)
+        require_undisturbed(job, run_ranks)
 
 
 def test_a_host_that_is_drained_leaves_behind_its_step(run_ranks, tmp_path):
     """Nothing is lost by it; then the first one is told to end, which ends the job."""
-    with two_nodes(tmp_path, train_iters=100_000, **NEEDS_TWO, **SHARDED) as job:
+    with nodes(tmp_path, train_iters=100_000, **NEEDS_TWO, **SHARDED) as job:
         job.agents[1].send_signal(signal.SIGTERM)
         assert job.codes(1) == [ExitCode.DONE], job.words()
         assert "epoch 1: 2 HDP ranks (node 1 (host host-1) leaves" in job.log(0)
@@ -161,6 +180,57 @@ def test_a_host_that_is_drained_leaves_behind_its_step(run_ranks, tmp_path):
         job.agents[0].send_signal(signal.SIGTERM)
         assert job.codes(0) == [ExitCode.DONE], job.words()
         assert "SIGTERM received: the job ends" in job.log(0)
-        at = job.flags.index("--train-iters") + 1
-        job.flags[at] = str(job.steps())
-        job.require_undisturbed(run_ranks)
+        end_at(job, job.steps())
+        require_undisturbed(job, run_ranks)
+
+
+def end_at(job, steps):
+    """So that the run that nobody disturbs ends there, too."""
+    job.program[job.program.index("--train-iters") + 1] = str(steps)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_only_host_is_drained(run_ranks, tmp_path, number):
+    """Slurm's warning, by either signal: there is nobody to go on, so that the job saves."""
+    saved = {"save": tmp_path / "saved", "save_interval": 1000}
+    long = {"train_iters": 100_000}
+    with nodes(tmp_path, num_nodes=1, **long, **NEEDS_TWO, **saved, **SHARDED) as job:
+        job.agents[0].send_signal(number)
+        assert job.codes(0) == [ExitCode.DONE], job.words()
+        assert f"{number.name} received: the job ends after iteration {job.steps()}" in job.log(0)
+        tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
+        assert tracker.read_text() == str(job.steps())
+        end_at(job, job.steps())
+        require_undisturbed(job, run_ranks)
+
+
+def test_the_only_host_is_drained_while_a_rank_is_lost(run_ranks, tmp_path):
+    saved = {"save": tmp_path / "saved", "save_interval": 1000}
+    long = {"train_iters": 100_000}
+    with nodes(tmp_path, num_nodes=1, spares=1, **long, **NEEDS_TWO, **saved, **SHARDED) as job:
+        job.until(lambda: len(job.ranks(0)) == 3)
+        job.ranks(0)[0].kill()
+        job.agents[0].send_signal(signal.SIGUSR1)
+        assert job.codes(0) == [ExitCode.DONE], job.words()
+        tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
+        assert tracker.read_text() == str(job.steps())
+        end_at(job, job.steps())
+        require_undisturbed(job, run_ranks)
+
+
+def test_spares_of_two_nodes(run_ranks, tmp_path):
+    """Each takes the place of a rank on any node; a node that is lost takes its spare along."""
+    with nodes(tmp_path, spares=1, train_iters=100_000, **NEEDS_TWO, **SHARDED) as job:
+        job.until(lambda: "starts members 5" in job.log(0))
+        job.ranks(1)[0].kill()
+        job.until(lambda: "1 HDP ranks join" in job.log(0))
+        behind = job.steps()
+        job.until(lambda: job.steps() > behind + 3)
+        job.send(1, signal.SIGKILL)
+        job.until(lambda: "node 1 (host host-1) gave no sign of life" in job.log(0))
+        behind = job.steps()
+        job.until(lambda: job.steps() > behind + 3)
+        job.agents[0].send_signal(signal.SIGTERM)
+        assert job.codes(0) == [ExitCode.DONE], job.words()
+        end_at(job, job.steps())
+        require_undisturbed(job, run_ranks)

@@ -15,6 +15,7 @@ from tests.training.test_lost_rank import (
     BEFORE_THE_VOTE,
     MOMENTS,
     SHARDED,
+    each_moment,
     reference,
     require_same_steps,
     require_survived,
@@ -75,7 +76,7 @@ def test_known_speeds_stay_those_of_their_gpus(run_ranks, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "victim"), [("in the step", 0), ("behind the commit", 2)])
+@each_moment(MOMENTS, None)
 def test_a_rank_dies_beside_a_data_plane(run_ranks, tmp_path, moment, victim):
     """The first one holds it: the others lose the one that they ask."""
     pytest.importorskip("ray", reason="pip install 'megatron-hdp[ray]'")

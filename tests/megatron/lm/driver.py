@@ -28,7 +28,7 @@ from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.processes.ports import free_port
 from megatron_hdp.runtime.epochs import keys
-from tests.support.epochs import DiesIn, SurvivingJob
+from tests.support.epochs import Deaths, DiesIn, SurvivingJob
 from tests.support.older import order_before_mixtures
 
 DEADLINE_S = 240
@@ -92,9 +92,20 @@ class _Job(SurvivingJob):
 def _survive(run: dict) -> int:
     """A run whose ranks may die; returns 0 if all that were in it to the end ended well."""
     job = _Job(run, run["ranks"], Path(run["log"]).parent, replaces=run.get("replaces", False))
-    codes = job.run(timeout_s=DEADLINE_S)
+    if "deaths" in run:
+        deaths = Deaths(lambda: _num_lines(Path(run["deaths"])), run["ranks"])
+        codes = job.run(deaths.disturb, timeout_s=4 * DEADLINE_S)
+        if not any(codes):
+            found = [len(deaths.killed), *deaths.grown()]
+            Path(f"{run['log']}.grown").write_text(json.dumps(found))
+    else:
+        codes = job.run(timeout_s=DEADLINE_S)
     Path(f"{run['log']}.said").write_text("\n".join(job.said))
     return int(codes != run.get("exits", [0] * len(codes)))
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _be_member(run: dict, member: int, joins: Sequence[int], port: int) -> None:

@@ -84,12 +84,12 @@ def wanted(request, names):
     return [name for name in names if name in {found.get("name") for found in params}]
 
 
-def drive(folder, plan):
+def drive(folder, plan, timeout_s=850):
     """Makes the runs one after the other, in one process that imports Megatron once."""
     (folder / "runs.json").write_text(json.dumps(plan))
     done = run_python(
         *("-m", "tests.megatron.lm.driver", CHECKOUT, str(folder / "runs.json")),
-        timeout_s=850,
+        timeout_s=timeout_s,
         OMP_NUM_THREADS="1",
         CUDA_DEVICE_MAX_CONNECTIONS="1",  # Megatron asks for it with tensor parallelism
         TORCHDYNAMO_DISABLE="1",

@@ -25,8 +25,10 @@ from tests.megatron.lm.runs import (
     STAGES,
     TENSOR,
     drive,
+    offloading,
     planned,
     require_same_states,
+    scalars,
     wanted,
 )
 from tests.megatron.lm.test_models import ACROSS, BALANCED
@@ -62,14 +64,17 @@ MOMENTS = {
 VICTIMS = {"in the step": 0, "behind the commit": 3, "before the log": 3, "while saving": 0}
 
 
-def surviving(folder, name, changes=(), ranks=4, tokens="100", **more):
+def surviving(folder, name, changes=(), ranks=4, tokens="100", steps=STEPS, seldom=False, **more):
     (folder / name).mkdir()
     metrics = ["--metrics-path", str(folder / name / "metrics.jsonl")]
     flags = [*HDP, tokens, *metrics, *changes]
-    if "survives" in more:
+    if seldom:  # evaluations and checkpoints; no trace
+        flags += ["--eval-interval", "1000", "--save-interval", "1000", "--lr", "1e-3"]
+        flags += ["--hdp-survive"] if "survives" in more else []
+    elif "survives" in more:
         trace = ["--hdp-trace", str(folder / name / "trace"), "--hdp-trace-steps", "2-6"]
         flags += ["--hdp-survive", *trace]
-    return planned(folder, name, ranks, flags, steps=STEPS, save=f"{name}/saved", **more)
+    return planned(folder, name, ranks, flags, steps=steps, save=f"{name}/saved", **more)
 
 
 def lines_of(folder, name):
@@ -149,6 +154,7 @@ LAYOUTS = {  # flags, tokens of a rank, flags and ranks of the run that loses no
     "across": ([*EXPERTS, *ACROSS], "160", [*EXPERTS, *ACROSS], 2, 2),
     "mtp": (MTP, "100", MTP, 1, 1),
     "data plane": (["--hdp-loaders", "ray"], "100", [], 1, 1),
+    "offload": (["--num-layers", "4"], "70", ["--num-layers", "4"], 1, 1),
 }
 """The last: how many HDP ranks leave and join together."""
 
@@ -160,6 +166,8 @@ def layouts(request, tmp_path_factory):
     plan = []
     for name in wanted(request, LAYOUTS):
         flags, tokens, alone, ranks, _ = LAYOUTS[name]
+        if name == "offload":
+            flags = [*flags, *offloading(folder, 4)]
         plan.append(surviving(folder, f"{name} alone", alone, ranks=ranks, tokens="256"))
         plan.append(surviving(folder, name, flags, tokens=tokens, **JOINS))
     drive(folder, plan)
@@ -176,6 +184,28 @@ def test_a_rank_dies_and_another_joins(layouts, name):
     assert (
         "epoch 1: " in said and "epoch 2: " in said and f"{LAYOUTS[name][4]} HDP ranks join" in said
     )
+    if name == "offload":  # three ranks have room for the longest sequence no other way
+        assert max(scalars(layouts, name)["hdp/offloaded-bytes"].values()) > 0
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("how", ["whole", "sharded"])
+def test_twenty_deaths_and_as_many_joins(tmp_path, how):
+    """Whoever lives through them holds no more in the end than steps alone make it hold."""
+    write_corpus(tmp_path, LENGTHS)
+    longer = {"steps": 400, "seldom": True}  # a slow machine replaces no rank in six of them
+    plan = [surviving(tmp_path, "one", tokens="256", ranks=1, **longer)]
+    flags, metrics = ([], OVERLAPPED)[how == "sharded"], str(tmp_path / how / "metrics.jsonl")
+    more = {"survives": {}, "replaces": True, "deaths": metrics}
+    plan.append(surviving(tmp_path, how, flags, tokens="100", **longer, **more))
+    drive(tmp_path, plan, timeout_s=1700)
+    found, expected = lines_of(tmp_path, how), lines_of(tmp_path, "one")
+    assert [one["step"] for one in found] == list(range(1, 401))
+    for one, other in zip(found, expected, strict=True):  # in float32, and rounding grows
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3), one["step"]
+    deaths, memory, descriptors = json.loads((tmp_path / f"log {how}.grown").read_text())
+    print(f"{deaths} deaths, behind the first 6: {memory:.0f} bytes, {descriptors} descriptors")
+    assert deaths == 20 and memory < 4e6 and descriptors < 10
 
 
 BESIDE = ["--async-save", "--use-persistent-ckpt-worker"]
