@@ -65,14 +65,6 @@ class Meter:
         from megatron_hdp.megatron.world.surviving_shards import SurvivingShards
         from megatron_hdp.runtime.epochs import Membership
 
-        begin = SurvivingShards.begin
-
-        @functools.wraps(begin)
-        def begun(shards: Any, agreed: int) -> None:
-            self._note()
-            begin(shards, agreed)
-
-        SurvivingShards.begin = begun  # type: ignore[method-assign]
         for owner, name in (
             (SurvivingShards, "begin"),
             (SurvivingShards, "before_change"),
@@ -82,6 +74,14 @@ class Meter:
             (Membership, "require_ongoing"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name), name))
+        begin = SurvivingShards.begin
+
+        @functools.wraps(begin)
+        def begun(shards: Any, agreed: int) -> None:
+            self._note()  # before it is timed
+            begin(shards, agreed)
+
+        SurvivingShards.begin = begun  # type: ignore[method-assign]
 
     @property
     def _copies(self) -> bool:
