@@ -139,6 +139,7 @@ class Agent:
                 return worst or ExitCode.BLAMES_ANOTHER
             self._heed_signals(survives)
             if survives:
+                coordinator.waits = not self._asked_to_end
                 coordinator.look()
                 for member in coordinator.retired:
                     self._retire(member)

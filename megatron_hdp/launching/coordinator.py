@@ -43,6 +43,7 @@ class Coordinator:
     Attributes:
         terms: under which the job survives; None: it does not.
         retired: members that left because they were slow.
+        waits: whether a job with too few ranks waits for others; not once it was asked to end.
     """
 
     store: dist.Store
@@ -51,6 +52,7 @@ class Coordinator:
     clock: Callable[[], float] = time.monotonic
     terms: Terms | None = None
     retired: set[int] = field(init=False, default_factory=set)
+    waits: bool = field(init=False, default=True)
     _most: int = field(init=False, default=0)
     _epoch: Epoch = field(init=False)
     _replicas: list[Replica] = field(init=False)
@@ -213,7 +215,13 @@ class Coordinator:
         if enough or left + self._num_hdp_ranks(ready) >= self.terms.least:
             self._name([*self._replicas, *joining], self._why, joining)
             return
-        if self._paused_at is None:
+        if not self.waits:
+            why = (
+                f"{self._why}; the job is asked to end, with {left} HDP ranks of "
+                f"{self.terms.least} that the longest sequence needs"
+            )
+            self._name(self._replicas, why, [], is_last=True)
+        elif self._paused_at is None:
             self._paused_at = self.clock()
             self.say(
                 f"{left} HDP ranks are left, a step needs {self.terms.least}: "

@@ -189,6 +189,15 @@ def test_too_few_wait_for_joiners_up_to_a_time():
     assert job.epoch(1).is_last and job.epoch(1).members == (0,)
 
 
+def test_too_few_wait_for_nobody_in_a_job_that_is_asked_to_end():
+    job = Job(2, least=2)
+    job.dies(1)
+    job.coordinator.waits = False
+    job.coordinator.look()
+    assert job.epoch(1).is_last and job.epoch(1).members == (0,)
+    assert "asked to end, with 1 HDP ranks of 2" in job.epoch(1).why
+
+
 def test_too_few_continue_with_who_is_ready():
     job = Job(2, least=2)
     job.coordinator.joins((2,))

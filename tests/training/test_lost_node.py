@@ -204,16 +204,24 @@ def test_the_only_host_is_drained(run_ranks, tmp_path, number):
         require_undisturbed(job, run_ranks)
 
 
-def test_the_only_host_is_drained_while_a_rank_is_lost(run_ranks, tmp_path):
-    saved = {"save": tmp_path / "saved", "save_interval": 1000}
+NEEDS_ONE = {"hdp_tokens_per_rank": 100}
+
+
+@pytest.mark.parametrize("needs", [NEEDS_ONE, NEEDS_TWO])
+def test_the_only_host_is_drained_while_a_rank_is_lost(run_ranks, tmp_path, needs):
+    """With too few ranks for a step the job waits for no others: it saves what it has."""
+    saved = {"save": tmp_path / "saved", "save_interval": 1000_000}
     long = {"train_iters": 100_000}
-    with nodes(tmp_path, num_nodes=1, spares=1, **long, **NEEDS_TWO, **saved, **SHARDED) as job:
-        job.until(lambda: len(job.ranks(0)) == 3)
+    with nodes(tmp_path, num_nodes=1, **long, **needs, **saved, **SHARDED) as job:
         job.ranks(0)[0].kill()
         job.agents[0].send_signal(signal.SIGUSR1)
-        assert job.codes(0) == [ExitCode.DONE], job.words()
+        code = ExitCode.DONE if needs is NEEDS_ONE else ExitCode.BLAMES_ANOTHER
+        assert job.codes(0) == [code], job.words()
+        if code:
+            assert "the job is asked to end, with 1 HDP ranks of 2" in job.log(0)
         tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
-        assert tracker.read_text() == str(job.steps())
+        # a part of the optimizer was lost: a step back, that metrics had
+        assert job.steps() - int(tracker.read_text()) in (0, 1)
         end_at(job, job.steps())
         require_undisturbed(job, run_ranks)
 
