@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -205,7 +206,7 @@ def test_twenty_deaths_and_as_many_joins(run_ranks, tmp_path, how):
     assert memory < 4e6 and descriptors < 10  # what steps hold is known to 1 MB or so
 
 
-def a_rank_of_the_command_dies(tmp_path, num_ranks, spares=0, **changes):
+def a_rank_of_the_command_dies(tmp_path, num_ranks, spares=0, by=signal.SIGKILL, **changes):
     """Its exit code, and what it has printed."""
     metrics = tmp_path / "metrics.jsonl"
     write_corpus(tmp_path, LENGTHS)
@@ -223,7 +224,7 @@ def a_rank_of_the_command_dies(tmp_path, num_ranks, spares=0, **changes):
         wait_until(lambda: metrics.exists() and len(lines_of(metrics)) > 3, job)
         wait_until(lambda: len(psutil.Process(job.pid).children()) == num_ranks + spares, job)
         first, *_ = psutil.Process(job.pid).children()
-        first.kill()
+        first.send_signal(by)
         code = job.wait(240)
     finally:
         job.kill()
@@ -236,6 +237,17 @@ def test_the_command_replaces_a_rank(tmp_path, spares):
     code, text = a_rank_of_the_command_dies(tmp_path, 3, spares)
     assert code == ExitCode.DONE and ("starts members 4" in text) == bool(spares)
     assert "was killed by SIGKILL" in text and "1 HDP ranks join" in text
+    steps = [one["step"] for one in lines_of(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, 401))
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_without_a_rank_that_is_stopped(tmp_path):
+    """It is killed before it could wake, and write."""
+    code, text = a_rank_of_the_command_dies(tmp_path, 3, by=signal.SIGSTOP)
+    assert code == ExitCode.DONE
+    assert "member 0 was stopped for 10 s: it is given up" in text
+    assert text.index("it is given up") < text.index("epoch 1: 2 HDP ranks (member 0 was killed by")
     steps = [one["step"] for one in lines_of(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, 401))
 
