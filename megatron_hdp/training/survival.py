@@ -208,6 +208,7 @@ class _Run:
             self._progress = job.load()
             self._order = job.state.order
             recovery.version = self._progress.iteration
+            self._keep(steps)
             recovery.make_shards(epoch)
             self._shards.settle()
             if parallel.is_first_rank():
@@ -223,7 +224,7 @@ class _Run:
             position = training.moved(self._progress.position, places)
             self._progress = replace(self._progress, position=position)
             job.checkpoints.enter(self._progress)
-        self._keep(steps)
+            self._keep(steps)
         return job
 
     def _trace(self, epoch: Epoch, job: TrainingJob) -> None:
@@ -319,7 +320,7 @@ class _Run:
     def drop(self) -> None:
         """Ends what prepares steps, and lets go of all that is bound to the epoch's groups."""
         self._executor = None
-        if self._progress is not None:
+        if self.recovery.version is not None:
             self._counts = self.recovery.counts()
         if self._job is not None:
             self._job.checkpoints.leave()

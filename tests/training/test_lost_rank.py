@@ -16,7 +16,7 @@ import torch
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.launching.coordinator import replicas_of
 from megatron_hdp.megatron import parallel
-from megatron_hdp.megatron.world.recovery import ENTERS, PREPARES
+from megatron_hdp.megatron.world.recovery import ENTERS, PREPARES, Recovery
 from megatron_hdp.training import survival
 from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.support.epochs import Deaths, DiesIn, IsCutOffIn, SurvivingJob
@@ -415,6 +415,36 @@ def test_several_die(run_ranks, tmp_path, how):
     require_survived(job, job.run())
     assert len(job.coordinator.epoch.members) == 2
     require_same_steps(job, reference(run_ranks, tmp_path))
+
+
+def ends_before_it_stands_behind_a_step(member):
+    """Of one that joins: it has what the others have, and its epoch is over."""
+    original = Recovery.keep
+
+    def keep(self, *args):
+        if not self._kept and self.membership.is_over.wait(20.0):
+            raise RuntimeError("a planted failure of communication")
+        original(self, *args)
+
+    Recovery.keep = keep
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", REPLACED)
+def test_another_one_dies_while_one_joins(run_ranks, tmp_path, how):
+    """Who joins was at no step yet: it joins anew."""
+    changes, ranks, together = REPLACED[how]
+    ranks += together
+    first = ranks  # of those that join
+    dies = DiesIn("Recovery.moved", 3, module=Recovery.__module__)  # in the third epoch
+    faults = {ranks - 1: IN_STEP, together: dies}
+    faults |= dict.fromkeys(range(first, first + together), ends_before_it_stands_behind_a_step)
+    steps = {"train_iters": 40, "lr_decay_iters": 40}
+    job = SurvivingJob(surviving(tmp_path, **steps, **changes), ranks, tmp_path, faults, True)
+    require_survived(job, job.run())
+    assert len(job.died) >= 2 and set(range(first, first + together)) <= set(job.codes), job.said
+    alone = changes | {"hdp_online": False}
+    require_same_steps(job, reference(run_ranks, tmp_path, together, **steps, **alone))
 
 
 LOST = {

@@ -91,7 +91,7 @@ def test_a_data_plane_ends_with_an_epoch_in_which_its_rank_made_no_job():
     """Of a joiner: another rank has died while it made its own."""
     plane = mock.Mock()
     run = survival._Run.__new__(survival._Run)
-    run._progress = run._job = None
+    run.recovery, run._job = SimpleNamespace(version=None), None
     run._plane = plane
     run.drop()
     plane.end.assert_called_once_with()

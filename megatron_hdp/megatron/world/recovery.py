@@ -312,6 +312,8 @@ class Recovery:
         self.calm()
         self.heartbeat = None
         nccl.settle(parallel.compute_device())
+        if self.version not in self._kept:
+            self.version = None  # it has joined, and stood behind no step yet: it joins anew
         assert self.version is not None or epoch.number, "a joiner has no first epoch"
         vote: dict[str, Any] = {"step": -1, "norm": None, "versions": self.shards.leave()}
         if self.version is not None:
@@ -396,6 +398,7 @@ class Recovery:
         if self.version is None:
             found = shared[0]
             self.version, self._identities = found.version, found.identities
+            self._scheduler.num_steps = 0  # what is loaded is added, and it may join anew
             self._scheduler.load_state_dict(found.scheduler)
             self._loop.take_over(found.state)
 
