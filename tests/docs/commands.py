@@ -267,6 +267,9 @@ COMMANDS = {
     "python scripts/benchmarks/bench_lost_rank.py --seconds 130": Elsewhere(
         "tests/scripts/benchmarks/test_bench_lost_rank.py::test_a_small_run", needs="slow"
     ),
+    "python scripts/benchmarks/bench_survive.py --blocks 16 --block 8": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_survive.py::test_a_small_run", needs="slow"
+    ),
     "python scripts/benchmarks/bench_preference.py": Elsewhere(
         "tests/scripts/benchmarks/test_bench_preference.py::test_a_small_run", needs="slow"
     ),

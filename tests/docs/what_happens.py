@@ -40,7 +40,10 @@ SHOWN_BY = {
     "the first node's agent dies, or its node": (
         "tests/launching/test_nodes.py::test_all_end_with_the_first_agent",
     ),
-    "a rank or a node is lost, and too few ranks are left": (f"{LOST}test_too_few_are_left",),
+    "a rank or a node is lost, and too few ranks are left": (
+        f"{LOST}test_too_few_are_left",
+        f"{LOST_NODE}test_the_only_host_is_drained_while_a_rank_is_lost",
+    ),
     "a rank dies before the first step": (
         f"{SURVIVAL}test_a_rank_that_dies_at_the_start_is_named",
     ),
