@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
 
 from megatron_hdp.megatron.cpu import gpu_gaps, shim
 from megatron_hdp.megatron.options import (
@@ -85,6 +86,8 @@ def enter_job(arguments: TrainingArguments, place: JobPlace) -> None:
     """
     _take_gpu(arguments)
     restart_meetings()
+    # it names groups, in which all must agree, and counts one that could not be made, too
+    distributed_c10d._world.group_count = 0
     dist.init_process_group(
         backend=_backend(arguments.distributed_backend, compute_device()),
         store=place.store,

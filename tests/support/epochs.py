@@ -204,10 +204,12 @@ class Deaths:
     deaths: int = 20
     killed: list = field(default_factory=list)
     held: dict = field(default_factory=dict)
+    _in_epoch: int = -1
 
     def disturb(self, job):
         """Called again and again by the job."""
-        members, done, killed = job.coordinator.epoch.members, self.num_done(), len(self.killed)
+        epoch, done, killed = job.coordinator.epoch, self.num_done(), len(self.killed)
+        members = epoch.members
         if done >= self.undisturbed // 2 and "begun" not in self.held:
             self.held["begun"] = done, *_held_by(job.processes[0].pid)
         if len(members) < self.num_ranks or done < self.undisturbed + 6 * killed:
@@ -215,7 +217,8 @@ class Deaths:
         if killed in (0, self.settled, self.deaths) and str(killed) not in self.held:
             self.held[str(killed)] = done, *_held_by(job.processes[0].pid)
         victim = members[1 + killed % (self.num_ranks - 1)]
-        if victim in job.processes and killed < self.deaths:
+        if victim in job.processes and killed < self.deaths and epoch.number > self._in_epoch:
+            self._in_epoch = epoch.number  # whose end is not seen at once
             self.killed.append(victim)
             job.kill(victim)
 

@@ -447,6 +447,17 @@ def test_another_one_dies_while_one_joins(run_ranks, tmp_path, how):
     require_same_steps(job, reference(run_ranks, tmp_path, together, **steps, **alone))
 
 
+@pytest.mark.slow
+def test_who_could_not_make_groups_makes_them_with_one_that_joins(run_ranks, tmp_path):
+    """Its epoch ended while it did; the next one needs a rank to which that did not happen."""
+    steps = {"train_iters": 40, "lr_decay_iters": 40}
+    faults = {2: IN_STEP, 1: IN_GROUPS}
+    job = SurvivingJob(surviving(tmp_path, **steps), 3, tmp_path, faults, replaces=True)
+    require_survived(job, job.run())
+    assert any("2 HDP ranks (member 1 was killed" in line for line in job.said), job.said
+    require_same_steps(job, reference(run_ranks, tmp_path, **steps))
+
+
 LOST = {
     "without copies": ({"hdp_optimizer_copies": "off"}, {1: IN_STEP}),
     "with its neighbour": ({}, {1: IN_STEP, 2: IN_STEP}),
