@@ -60,7 +60,7 @@ def choose_version(by_uid: Mapping[int, Versions]) -> Chosen | None:
         by_uid: what each survivor holds.
     """
     whole = _whole(by_uid)
-    return max(whole, key=lambda one: (one.version, one.members), default=None)
+    return whole[-1] if whole else None
 
 
 def choose_common(places: Sequence[Mapping[int, Versions]]) -> list[Chosen] | None:
@@ -77,12 +77,22 @@ def choose_common(places: Sequence[Mapping[int, Versions]]) -> list[Chosen] | No
 
 
 def _whole(by_uid: Mapping[int, Versions]) -> list[Chosen]:
-    owners: dict[Chosen, set[object]] = {}
+    """Those that survivors hold all shards of, the best last.
+
+    Of one version that several epochs have, the best is that whose rarest shard has most holders:
+    another death must not lose what is left of one that had died before.
+    """
+    owners: dict[Chosen, Counter[object]] = {}
     for held in by_uid.values():
         for version, members, here in held:
             key = Chosen(int(version), tuple(members))  # type: ignore[call-overload, arg-type]
-            owners.setdefault(key, set()).update(here)  # type: ignore[arg-type]
-    return [key for key, here in owners.items() if here >= set(key.members)]
+            owners.setdefault(key, Counter()).update(here)  # type: ignore[call-overload]
+
+    def worth(one: Chosen) -> tuple[object, ...]:
+        here = owners[one]
+        return one.version, min(here.values()), here.total() / len(one.members), one.members
+
+    return sorted((one for one, here in owners.items() if set(here) >= set(one.members)), key=worth)
 
 
 def _largest(units: Sequence[Hashable]) -> int:

@@ -71,3 +71,18 @@ def test_the_newest_version_that_is_whole_is_taken_and_one_for_all_stages():
     assert [one.version for one in choose_common([whole, both])] == [4, 4]
     assert choose_common([whole, new]) is None
     assert choose_version({}) is None
+
+
+def test_of_one_version_the_safest_is_taken():
+    """Member 3 has died; the three others have put the same version together anew."""
+    before, anew = (0, 1, 2, 3), (0, 1, 2)
+    found = {
+        0: [[7, list(anew), [0, 2]], [7, list(before), [0, 3]]],
+        1: [[7, list(anew), [0, 1]], [7, list(before), [0, 1]]],
+        2: [[7, list(before), [1, 2]], [7, list(anew), [1, 2]]],
+    }
+    assert choose_version(found).members == anew
+    assert [one.members for one in choose_common([found])] == [anew]
+    for member, owned in found.items():  # not yet copied
+        next(one for one in owned if one[1] == list(anew))[2][:] = [member]
+    assert choose_version(found).members == before
