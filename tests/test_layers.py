@@ -88,7 +88,7 @@ ROOMS: dict[str, set[str]] = {
         *{"megatron", "megatron/options", "megatron/cpu"},
         *{"megatron/model", "megatron/optimizer", "megatron/checkpoint"},
         *{"megatron/execution", "megatron/step", "megatron/world"},
-        *{"planner", "data", "runtime"},
+        *{"planner", "data", "runtime", "encoders"},
     },
     "megatron/doctor": {
         *{"planner", "data_plane", "megatron", "megatron/cpu", "megatron/lm", "runtime"},

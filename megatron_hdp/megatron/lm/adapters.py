@@ -31,15 +31,23 @@ def are_alone(args: argparse.Namespace) -> bool:
 
 @contextmanager
 def alone(chunks: Sequence[Any]) -> Iterator[None]:
-    """Within the block parts of a model give and take adapters alone.
+    """Within the block parts of a model give and take adapters alone; see `some_weights`."""
+    with some_weights(chunks, is_adapter):
+        yield
+
+
+@contextmanager
+def some_weights(chunks: Sequence[Any], is_wanted: Callable[[str], bool]) -> Iterator[None]:
+    """Within the block parts of a model give and take the weights of some names alone.
 
     Args:
         chunks: this rank's, each a GPT in whatever wraps it.
+        is_wanted: of a weight's name in its part of the model.
     """
     models = [get_attr_wrapped_model(one, "decoder", return_model_obj=True) for one in chunks]
     for model in models:
-        model.sharded_state_dict = partial(_given, model.sharded_state_dict)
-        model.load_state_dict = partial(_taken, model.load_state_dict)
+        model.sharded_state_dict = partial(_given, model.sharded_state_dict, is_wanted)
+        model.load_state_dict = partial(_taken, model.load_state_dict, is_wanted)
     try:
         yield
     finally:
@@ -47,17 +55,26 @@ def alone(chunks: Sequence[Any]) -> Iterator[None]:
             del model.sharded_state_dict, model.load_state_dict
 
 
-def _given(give: Callable[..., dict[str, Any]], *rest: Any, **named: Any) -> dict[str, Any]:
-    return {name: one for name, one in give(*rest, **named).items() if is_adapter(name)}
+def _given(
+    give: Callable[..., dict[str, Any]],
+    is_wanted: Callable[[str], bool],
+    *rest: Any,
+    **named: Any,
+) -> dict[str, Any]:
+    return {name: one for name, one in give(*rest, **named).items() if is_wanted(name)}
 
 
 def _taken(
-    take: Callable[..., Any], state: dict[str, Any], strict: bool = True, **named: Any
+    take: Callable[..., Any],
+    is_wanted: Callable[[str], bool],
+    state: dict[str, Any],
+    strict: bool = True,
+    **named: Any,
 ) -> Any:
     found = take(state, strict=False, **named)
-    missing = [name for name in found.missing_keys if is_adapter(name)]
+    missing = [name for name in found.missing_keys if is_wanted(name)]
     if strict and (missing or found.unexpected_keys):
-        raise RuntimeError(f"adapters: missing {missing}, unexpected {found.unexpected_keys}")
+        raise RuntimeError(f"weights: missing {missing}, unexpected {found.unexpected_keys}")
     return found
 
 
@@ -111,6 +128,7 @@ def require_own(args: argparse.Namespace) -> bool:
 
 
 def _source(args: argparse.Namespace) -> Path | None:
+    """What --load names, if it is there."""
     folder = CheckpointFolder(Path(args.load))
     step = getattr(args, "ckpt_step", None)
     return folder.newest() if step is None else folder.find(step)

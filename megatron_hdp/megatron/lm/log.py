@@ -55,7 +55,8 @@ class LmLog:
         steps = self._reports if self.is_writing else self._reports[-1:]
         tokens = sum(one.tokens for one in steps) / len(steps)
         squared_tokens = sum(one.squared_tokens for one in steps) / len(steps)
-        return operations(stock, self._args, tokens, squared_tokens, self._linear_share)
+        of_text = operations(stock, self._args, tokens, squared_tokens, self._linear_share)
+        return of_text + sum(one.encoder_flop for one in steps) / len(steps)
 
     def write(
         self,

@@ -27,6 +27,7 @@ from megatron_hdp.megatron.options import (
     check_fp8,
     check_latent_ring,
     check_layout,
+    check_media,
     check_moe,
     check_mtp,
     check_windows,
@@ -200,10 +201,11 @@ def check(args: argparse.Namespace) -> None:
             f"{flag_of(given[0])}: found it in a Megatron-LM checkout, expected the loss of the "
             "next token, which its script computes: use python -m megatron_hdp.pretrain_gpt"
         )
-    if getattr(args, "hdp_encoder", None) is not None:
+    check_media(args)
+    if args.hdp_encoder is not None and args.lora_rank is not None:
         raise OptionError(
-            "--hdp-encoder: found it in a Megatron-LM checkout, expected text alone: use "
-            "python -m megatron_hdp.pretrain_gpt"
+            "--hdp-encoder: found --lora-rank beside it in a Megatron-LM checkout, expected one of "
+            "them: use python -m megatron_hdp.pretrain_gpt"
         )
     names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
     options = HdpOptions(**{name: getattr(args, name) for name in names})

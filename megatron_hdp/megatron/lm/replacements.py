@@ -144,7 +144,7 @@ def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
     from megatron_hdp.megatron.cpu import gpu_gaps
     from megatron_hdp.megatron.lm.model import adapt
-    from megatron_hdp.megatron.model import choose_trained, require_trained
+    from megatron_hdp.megatron.model import add_encoder, choose_trained, require_trained
 
     _job.begin(args)
     if not shim.is_active():
@@ -152,9 +152,16 @@ def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
     bound = inspect.signature(original).bind(*positional, **named)
     first = next(iter(bound.signature.parameters))
     make_stage = bound.arguments[first]
+    encoders = []
+    if args.hdp_encoder is not None:
+        from megatron_hdp.megatron.lm.encoder import read_encoder
+
+        encoders.append(read_encoder(args))
 
     def adapted(*its_positional: Any, **its_named: Any) -> Any:
         model = adapt(make_stage(*its_positional, **its_named), fused_loss=args.hdp_fused_loss)
+        if encoders:  # of a rank's parts of the model the first is made first
+            add_encoder(model, encoders.pop())
         choose_trained(model, args)
         return model
 
@@ -262,7 +269,7 @@ def load(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
     from megatron.training import get_args
 
-    from megatron_hdp.megatron.lm import adapters
+    from megatron_hdp.megatron.lm import adapters, encoder
     from megatron_hdp.megatron.optimizer import torch_adam
 
     args = get_args()
@@ -275,6 +282,8 @@ def load(original: Function, *positional: Any, **named: Any) -> Any:
             stack.enter_context(adapters.alone(chunks))
         else:
             adapters.require_own(args)
+            if encoder.is_missing(args):
+                stack.enter_context(encoder.left_out(chunks))
         if optimizer is not None:
             stack.enter_context(torch_adam.restorable(optimizer))
         return original(*positional, **named)

@@ -11,7 +11,7 @@ from megatron_hdp.megatron.model.building import (
     check_recomputation,
     model_dtype,
 )
-from megatron_hdp.megatron.model.encoder import add_up_gradients, encoder_of
+from megatron_hdp.megatron.model.encoder import add_encoder, add_up_gradients, encoder_of
 from megatron_hdp.megatron.model.frozen import (
     choose_trained,
     require_trained,
@@ -65,6 +65,7 @@ __all__ = [
     "OwnPositionYarnEmbedding",
     "SequenceParallelNorm",
     "add_adapters",
+    "add_encoder",
     "add_up_gradients",
     "at_own_positions",
     "attends",

@@ -46,6 +46,11 @@ class WholeEncoder(MegatronModule):
         }
 
 
+def add_encoder(model: Any, encoder: torch.nn.Module) -> None:
+    """Makes an encoder a part of a rank's first part of the model, before DDP wraps that."""
+    setattr(model, ENCODER, WholeEncoder(model.config, encoder))
+
+
 def encoder_of(chunk: Any) -> torch.nn.Module:
     """The encoder of a model's first chunk, in whatever wraps it."""
     model: torch.nn.Module = get_attr_wrapped_model(chunk, ENCODER).model

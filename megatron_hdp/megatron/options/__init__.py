@@ -35,6 +35,7 @@ from megatron_hdp.megatron.options.layer_patterns import (
     window_settings,
     zeros_and_ones,
 )
+from megatron_hdp.megatron.options.media_checks import check_media
 from megatron_hdp.megatron.options.mla_checks import check_latent_ring, check_mla
 from megatron_hdp.megatron.options.model_options import MlaOptions, MoeOptions, PositionOptions
 from megatron_hdp.megatron.options.moe_checks import check_dispatcher, check_moe
@@ -72,6 +73,7 @@ __all__ = [
     "check_fp8",
     "check_latent_ring",
     "check_layout",
+    "check_media",
     "check_mla",
     "check_moe",
     "check_mtp",
