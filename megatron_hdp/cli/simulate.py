@@ -131,7 +131,7 @@ def _add_failures(group: "argparse._ArgumentGroup") -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from megatron_hdp.cli import simulated_failures, simulated_run
+    from megatron_hdp.cli import simulated_failures, simulated_items, simulated_run
     from megatron_hdp.simulator.execution import simulate
     from megatron_hdp.simulator.report import write_report
 
@@ -141,19 +141,23 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_files(arguments, options.hdp_cost_model)
     subject = simulated_run.subject_of(arguments, options)
     setting = simulated_run.setting_of(arguments, options, slow)
-    batches, notes = simulated_run.batches_of(arguments, options)
-    for note in filter(None, (*notes, setting.cost_model.warning)):
+    drawn = simulated_run.batches_of(arguments, options)
+    batches = drawn.lengths
+    for note in filter(None, (*drawn.notes, setting.cost_model.warning)):
         print(note)
     print(simulated_run.headline(setting, batches))
     total = len(dict.fromkeys(["static", *strategies])) * len(batches)
     with steps_bar("steps run", total) as bar:
         run = simulate(setting, batches, strategies, arguments.seed, done=bar.update)
     print(simulated_run.table(run))
+    encodings = simulated_items.encodings_of(options, arguments.gpus, drawn.pictures)
+    if encodings:
+        print(simulated_items.text_of(encodings))
     forecast = simulated_failures.forecast_of(run, batches, arguments, options)
     if forecast is not None:
         print(simulated_failures.text_of(forecast))
     if arguments.output:
-        write_json(arguments.output, simulated_run.record(run, arguments, forecast))
+        write_json(arguments.output, simulated_run.record(run, arguments, forecast, encodings))
     for path in arguments.report:
         write_report(run, subject, path)
         print(f"report written to {path}")

@@ -15,12 +15,15 @@ from megatron_hdp.cli.check import memory_bytes
 from megatron_hdp.cli.checking import (
     cost_model_of,
     degree_refusals,
+    encoder_of,
     job_of,
     preset_batch,
     run_setting,
+    with_encoder,
 )
 from megatron_hdp.cli.lengths import PRESET, preset_of, read_lengths
 from megatron_hdp.cli.shared.numbers import read_speeds
+from megatron_hdp.cli.simulated_items import Encoding, patches_of
 from megatron_hdp.megatron.options import cost_model_of_job, parse_arguments, tokenizer_of
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.simulator.execution import (
@@ -66,6 +69,8 @@ def setting_of(
     job = job_of(options, arguments.gpus)
     cost_model = cost_model_of(options, job)
     job = dataclasses.replace(job, runtime_bytes=cost_model.runtime_bytes or None)
+    if (encoder := encoder_of(options)) is not None:
+        job, _ = with_encoder(job, options, encoder, None)
     if arguments.rank_speeds:
         what = f"{arguments.gpus:,} GPUs' HDP ranks:"
         speeds = read_speeds(arguments.rank_speeds, job.hdp_ranks, what)
@@ -87,10 +92,20 @@ def setting_of(
     )
 
 
-def batches_of(
-    arguments: argparse.Namespace, options: "TrainingArguments"
-) -> tuple[list[Int64Array], list[str]]:
-    """Lengths of each step's global batch, drawn by the seed; and what was done to get them.
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The global batches of the steps that are run."""
+
+    lengths: list[Int64Array]
+    """Of each step's sequences."""
+    notes: list[str]
+    """What was done to get them."""
+    pictures: list[Int64Array] = dataclasses.field(default_factory=list)
+    """Patches of each step's pictures; empty where nothing has any."""
+
+
+def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> Batches:
+    """The global batches of steps, drawn by the seed.
 
     Raises:
         ValueError: data that cannot be used, or ends before the steps.
@@ -102,14 +117,14 @@ def batches_of(
                 f"found --data {arguments.data} and --hdp-data {arguments.hdp_data}, expected one "
                 "of them: leave the other out"
             )
-        return _of_mixture(arguments.hdp_data, options, steps, seed), []
+        return _of_mixture(arguments.hdp_data, options, steps, seed)
     source = arguments.data or f"{PRESET}github"
     if (name := preset_of("--data", source)) is None:
-        return _of_file(source, options, steps, seed)
-    return [preset_batch(options, name, seed + step) for step in range(steps)], []
+        return Batches(*_of_file(source, options, steps, seed))
+    return Batches([preset_batch(options, name, seed + step) for step in range(steps)], [])
 
 
-def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) -> list[Int64Array]:
+def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) -> Batches:
     """The first steps of a run on a mixture, as the run draws them."""
     from megatron_hdp.cli.data_commands.flags import drawing_of
     from megatron_hdp.data.mixture import BatchSize, Opening, read_data_file
@@ -128,13 +143,19 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
     tokens = options.hdp_global_batch_tokens
     batch = BatchSize(None if tokens else options.global_batch_size or 1, tokens)
     spec = read_data_file(path, may_name_code=options.hdp_primitives).training
-    batches = [one.lengths for one in drawing_of(spec, opening, batch, seed).steps(steps)]
-    if len(batches) < steps:
+    drawing = drawing_of(spec, opening, batch, seed)
+    drawn = list(drawing.steps(steps))
+    if len(drawn) < steps:
         raise ValueError(
-            f"--steps {steps:,}: every source of {path} has ended after {len(batches):,} steps; "
+            f"--steps {steps:,}: every source of {path} has ended after {len(drawn):,} steps; "
             "expected as many as are run: give fewer"
         )
-    return batches
+    pictures, notes = [], []
+    if drawing.corpus.has_pictures and options.hdp_encoder is None:
+        notes.append(f"{path} has pictures, and no --hdp-encoder says what they take")
+    elif drawing.corpus.has_pictures:
+        pictures = [patches_of(drawing.corpus, one) for one in drawn]
+    return Batches([one.lengths for one in drawn], notes, pictures)
 
 
 def _of_file(
@@ -209,16 +230,21 @@ def table(run: Run) -> str:
 
 
 def record(
-    run: Run, arguments: argparse.Namespace, forecast: Forecast | None = None
+    run: Run,
+    arguments: argparse.Namespace,
+    forecast: Forecast | None = None,
+    encodings: Sequence[Encoding] = (),
 ) -> dict[str, Any]:
     """All figures; the same for the same flags."""
-    failures = {} if forecast is None else {"failures": forecast.figures()}
+    further = {} if forecast is None else {"failures": forecast.figures()}
+    if encodings:
+        further["pictures"] = {one.balance: dataclasses.asdict(one) for one in encodings}
     return {
         "config": " ".join(arguments.config),
         "gpus": run.setting.num_gpus,
         "seed": run.seed,
         "strategies": {name: run.figures(name) for name in run.outcomes},
-        **failures,
+        **further,
     }
 
 

@@ -1,6 +1,7 @@
 """What ``megatron-hdp check`` finds, and how it is told."""
 
 from megatron_hdp.cli.checking.checks import check
+from megatron_hdp.cli.checking.encoder import encoder_of, planned_items, with_encoder
 from megatron_hdp.cli.checking.finding import Finding
 from megatron_hdp.cli.checking.finding_text import as_json, as_text
 from megatron_hdp.cli.checking.gpus import degree_refusals, job_of
@@ -13,7 +14,10 @@ __all__ = [
     "check",
     "cost_model_of",
     "degree_refusals",
+    "encoder_of",
     "job_of",
+    "planned_items",
     "preset_batch",
     "run_setting",
+    "with_encoder",
 ]

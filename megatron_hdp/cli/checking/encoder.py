@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.checking.planned_step import StepForecast
 from megatron_hdp.cli.shared.item_sizes import read_sizes
-from megatron_hdp.media import ItemBatch, dealt, evaluate_items, plan_items
+from megatron_hdp.media import (
+    ItemBatch,
+    ItemFigures,
+    ItemPlan,
+    dealt,
+    evaluate_items,
+    plan_items,
+)
 from megatron_hdp.megatron.adapters import ENCODER
 from megatron_hdp.planner.memory import EncoderMemory, Job
 
@@ -107,6 +115,34 @@ def with_encoding(step: StepForecast, encoder: EncoderForecast, num_gpus: int) -
     return replace(step, step_s=step_s, flops_per_s=flop / step_s / num_gpus)
 
 
+def planned_items(
+    job: Job, encoder: "ItemEncoder", patches: Int64Array, balance: str
+) -> tuple[ItemBatch, ItemPlan, ItemFigures]:
+    """A step's items on a job, dealt to its HDP ranks in their order; who encodes them, how long.
+
+    Args:
+        job: what is trained on.
+        encoder: of its model.
+        patches: of each item, ``[items]``, at least one.
+        balance: a strategy of items.
+    """
+    rows = int(patches.sum()) // encoder.patches_per_row
+    number = -(-rows // (job.hdp_ranks * job.tokens_per_rank))
+    places, micro_batches = dealt(patches, job.hdp_ranks, number)
+    batch = ItemBatch(
+        patches=patches,
+        consumers=places * np.int32(job.tensor_ranks),
+        micro_batches=micro_batches,
+        num_ranks=job.num_gpus,
+        ranks_per_node=job.num_gpus,
+        patches_per_row=encoder.patches_per_row,
+        patches_per_pack=max(encoder.patches_per_pack, int(patches.max())),
+        most_ranks=1,
+    )
+    plan = plan_items(batch, encoder.cost, balance)
+    return batch, plan, evaluate_items(batch, plan, encoder.cost)
+
+
 def _planned(
     forecast: EncoderForecast,
     job: Job,
@@ -116,20 +152,7 @@ def _planned(
 ) -> tuple[EncoderForecast, float]:
     """With the items of a file, dealt to the ranks in their order; and the bytes of rows."""
     patches = read_sizes(items, encoder.shape.resizing).patches
-    places, micro_batches = dealt(patches, job.hdp_ranks, 1)
-    largest = max(encoder.patches_per_pack, int(patches.max()))
-    batch = ItemBatch(
-        patches=patches,
-        consumers=places * np.int32(job.tensor_ranks),
-        micro_batches=micro_batches,
-        num_ranks=job.num_gpus,
-        ranks_per_node=job.num_gpus,
-        patches_per_row=encoder.patches_per_row,
-        patches_per_pack=largest,
-        most_ranks=1,
-    )
-    made = plan_items(batch, encoder.cost, arguments.hdp_media_balance)
-    figures = evaluate_items(batch, made, encoder.cost)
+    batch, made, figures = planned_items(job, encoder, patches, arguments.hdp_media_balance)
     rows = patches // encoder.patches_per_row
     held = np.bincount(batch.consumers, weights=rows).max() * job.token_share
     given = np.bincount(made.first_ranks, weights=rows).max()

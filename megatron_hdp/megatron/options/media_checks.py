@@ -1,13 +1,17 @@
 """Checks what works together with an encoder; every check raises `OptionError`."""
 
 from dataclasses import fields
+from typing import Any
 
-from megatron_hdp.megatron.options.arguments import TrainingArguments
 from megatron_hdp.options import MediaOptions, OptionError, flag_of, no_effect
 
 
-def check_media(args: TrainingArguments) -> None:
-    """Checks that there is an encoder to balance, and nothing that does not know it."""
+def check_media(args: Any) -> None:
+    """Checks that there is an encoder to balance, and nothing that does not know it.
+
+    Args:
+        args: our arguments, or Megatron's.
+    """
     if args.hdp_encoder is None:
         for item in fields(MediaOptions):
             if getattr(args, item.name) != item.default:

@@ -49,7 +49,7 @@ def simulated(folder: Path, measured: Sequence[Step], strategy: str, flags: Sequ
     options = simulated_run.options_of(arguments)
     setting = simulated_run.setting_of(arguments, options, {})
     steps = []
-    batches, _ = simulated_run.batches_of(arguments, options)
+    batches = simulated_run.batches_of(arguments, options).lengths
     for number, lengths in enumerate(batches):
         was = measured[number].metrics
         if int(lengths.sum()) != was["tokens"]:
