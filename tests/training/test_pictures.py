@@ -40,6 +40,7 @@ PARTS = STAGES | {"hdp_sequence_parts": 4}
 LAYOUTS = {  # ranks, flags
     "rings": (3, {}),
     "sharded": (3, SHARDED | BUCKETS),
+    "gathered-beside": (3, SHARDED | BUCKETS | {"overlap_param_gather": True}),
     "tp2": (2, TENSOR | {"hdp_tokens_per_rank": 400}),
     "tp2-sp-pp2": (4, TENSOR | {"sequence_parallel": True} | STAGES),
     "pp2-sharded": (4, STAGES | SHARDED | BUCKETS),

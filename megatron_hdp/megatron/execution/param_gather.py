@@ -16,9 +16,10 @@ waits for it. Several model chunks begin behind other micro-batches, so theirs s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from megatron.core.utils import get_model_config
 
 from megatron_hdp.runtime.cuda import has_one_queue
@@ -36,10 +37,7 @@ def start_param_gather(chunks: Sequence[Any], begins_together: bool) -> None:
     get_model_config(chunks[0]).param_sync_func = None  # of the schedule of virtual stages
     in_forward = begins_together and len(chunks) == 1 and has_one_queue()
     for chunk in chunks:
-        if (
-            not getattr(chunk, "use_forward_hook", False)
-            or not chunk.remove_forward_pre_hook_handles
-        ):
+        if not _gathers(chunk):
             continue
         chunk.ddp_config.align_param_gather = not in_forward  # whether its hooks start no bucket
         for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
@@ -47,6 +45,24 @@ def start_param_gather(chunks: Sequence[Any], begins_together: bool) -> None:
             for group in groups[-1:] if in_forward else groups[::-1]:
                 if not group.param_gather_dispatched:
                     group.start_param_sync()
+
+
+def make_whole(chunk: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Waits until some parameters are gathered, which are read before a step's first forward.
+
+    Every rank that has the same part of the model must call this, before `start_param_gather`.
+    """
+    if not _gathers(chunk):
+        return
+    wanted = {id(one) for one in parameters}
+    for group in chunk.bucket_groups[::-1]:
+        if any(id(one) in wanted for bucket in group.buckets for one in bucket.params):
+            group.start_param_sync(force_sync=True)
+
+
+def _gathers(chunk: Any) -> bool:
+    """Whether a part of the model has parameters to gather."""
+    return bool(getattr(chunk, "use_forward_hook", False) and chunk.remove_forward_pre_hook_handles)
 
 
 def make_parameters_whole(chunks: Sequence[Any]) -> None:

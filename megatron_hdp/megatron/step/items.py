@@ -20,7 +20,7 @@ from megatron_hdp.data.steps import (
     Reader,
     WantedPicture,
 )
-from megatron_hdp.megatron.execution import HdpExecutor
+from megatron_hdp.megatron.execution import HdpExecutor, make_whole
 from megatron_hdp.megatron.media import BatchMedia, DrawnItems, JobEncoder, StepMedia
 from megatron_hdp.megatron.model import add_up_gradients, encoder_of
 from megatron_hdp.megatron.options import TrainingArguments
@@ -128,6 +128,7 @@ class StepItems:
             # no micro-batch has the encoder's gradients, so buckets are not full in a backward
             yield micro_batches, _nothing if learns else None
             return
+        make_whole(self._encoder.chunks[0], self._encoder.encoder.parameters())
         timeline = self._encoder.timeline
         timeline.reset()
         with media.rows_in_place(micro_batches, learns=learns) as placed:
