@@ -237,6 +237,7 @@ class StepMedia:
         self._made = on_every_rank(self._encoded, compute_device())
         rows = self._sent(self._made, self.exchange.send, self.exchange.receive, is_back=False)
         levels = [one.contiguous().requires_grad_(learns) for one in self._levels_of(rows)]
+        del rows  # of several levels a copy
         self._levels = levels
         placed = tuple(self.media.with_positions(one) for one in micro_batches)
         if not self.job.place.is_first_stage:
