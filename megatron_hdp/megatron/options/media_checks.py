@@ -19,7 +19,7 @@ def check_media(args: Any) -> None:
         return
     refused = {
         "no --hybrid-data-parallel": not args.hybrid_data_parallel,
-        "--mtp-num-layers": args.mtp_num_layers is not None,
+        "--mtp-num-layers": getattr(args, "mtp_num_layers", None) is not None,
         "--hdp-objective": args.hdp_objective is not None,
         "--hdp-survive": args.hdp_survive,
         "--hdp-loaders ray": args.hdp_loaders == "ray",
