@@ -47,7 +47,7 @@ GROWING = {  # functions that hold something of every rank; see docs/benchmarks.
     "megatron/world/recovery.py share": 1,  # with --hdp-survive, at an epoch's start
     "megatron/world/surviving_shards.py _agreed_choice": 1,  # likewise
     "megatron/world/surviving_shards.py enter": 1,  # likewise
-    "megatron/media/damaged.py decode_pictures": 1,  # once a picture was found damaged
+    "megatron/media/damaged.py agree_on_damages": 1,  # once a picture was found damaged
     "training/epochs_trace.py enter": 1,  # of a traced run, at an epoch's start
     "training/step_trace.py end": 1,  # of a traced step
 }
