@@ -202,11 +202,16 @@ def check(args: argparse.Namespace) -> None:
             "next token, which its script computes: use python -m megatron_hdp.pretrain_gpt"
         )
     check_media(args)
-    if args.hdp_encoder is not None and args.lora_rank is not None:
-        raise OptionError(
-            "--hdp-encoder: found --lora-rank beside it in a Megatron-LM checkout, expected one of "
-            "them: use python -m megatron_hdp.pretrain_gpt"
-        )
+    beside = {
+        "--lora-rank": args.lora_rank is not None,
+        "--hdp-loaders ray": args.hdp_loaders == "ray",
+    }
+    for name, is_found in beside.items():
+        if args.hdp_encoder is not None and is_found:
+            raise OptionError(
+                f"--hdp-encoder: found {name} beside it in a Megatron-LM checkout, expected one of "
+                "them: use python -m megatron_hdp.pretrain_gpt"
+            )
     names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
     options = HdpOptions(**{name: getattr(args, name) for name in names})
     options.validate(

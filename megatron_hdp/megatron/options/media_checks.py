@@ -22,7 +22,6 @@ def check_media(args: Any) -> None:
         "--mtp-num-layers": getattr(args, "mtp_num_layers", None) is not None,
         "--hdp-objective": args.hdp_objective is not None,
         "--hdp-survive": args.hdp_survive,
-        "--hdp-loaders ray": args.hdp_loaders == "ray",
         f"--hidden-dropout {args.hidden_dropout:g}": bool(args.hidden_dropout),
     }
     wrong = [name for name, is_found in refused.items() if is_found]

@@ -175,6 +175,11 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
             {"hidden_dropout": 0.0},
             "--hdp-encoder: found --lora-rank beside it",
         ),
+        (
+            "--hdp-encoder e --hdp-loaders ray",
+            {"hidden_dropout": 0.0},
+            "found --hdp-loaders ray beside",
+        ),
         ("--hdp-encoder e", {"hidden_dropout": 0.1}, "found --hidden-dropout 0.1, which does not"),
         ("--hdp-objective dpo", {}, "--hdp-objective: found it in a Megatron-LM checkout"),
         ("--lora-rank 2", BASE | {"ckpt_format": "torch"}, "format torch, expected torch_dist"),

@@ -253,7 +253,6 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
     f"{ON} --global-batch-size 8 --hdp-encoder e": [
         ("--mtp-num-layers 1", "found --mtp-num-layers, which does not work together"),
         ("--hdp-survive", "found --hdp-survive"),
-        ("--hdp-loaders ray", "found --hdp-loaders ray"),
         ("--hdp-objective orpo --hidden-dropout 0", "found --hdp-objective"),
         ("", "found --hidden-dropout 0.1"),
         ("--hdp-media-balance even", "invalid choice: 'even'"),
