@@ -180,6 +180,7 @@ hdp::CostModel to_cost_model(const py::dict& given) {
   fields.take("input_share", cost.input_share);
   fields.take("double_rings", cost.double_rings);
   fields.take("projection_b", cost.projection_b);
+  fields.take("made_bytes_per_token", cost.made_bytes_per_token);
   fields.take("sum_ratio", cost.sum_ratio);
   const py::object lengths = fields.take("attention_lengths");
   cost.attention = to_table(lengths, fields.take("attention_seconds"));

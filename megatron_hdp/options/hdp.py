@@ -188,7 +188,8 @@ class HdpOptions:
         choices=("auto", "latent", "kv"),
         help="What rings send with multi-latent attention. latent: the latent, from which each "
         "member computes keys and values again. kv: keys and values. auto: the faster one by "
-        "the cost model, for each ring.",
+        "the cost model, for each ring; beside the latent as many heads' keys and values as the "
+        "attention of a step hides.",
     )
     hdp_fused_loss: bool = option(
         True,

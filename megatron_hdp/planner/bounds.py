@@ -93,6 +93,59 @@ def sent_bytes(degrees: Float64Array, tokens: ArrayLike, cost_model: CostModel) 
     return sent
 
 
+def made_share(
+    degrees: Float64Array,
+    tokens: ArrayLike,
+    attention: Float64Array,
+    hop: ArrayLike,
+    links: "Links",
+    cost_model: CostModel,
+) -> Float64Array:
+    """The share of the heads whose keys and values travel made, beside latents; 0 to 1.
+
+    As many as forward hides; backward, with twice the bytes and twice the attention, hides them,
+    too.
+
+    Args:
+        degrees: Members D of the ring.
+        tokens: That go around, of all members.
+        attention: Seconds of a member's attention in D steps, at speed 1.
+        hop: Latency of a hop over all layers, in one pass.
+        links: That the ring sends on.
+        cost_model: Of an HDP rank.
+    """
+    per_token, hops = cost_model.made_bytes_per_token, degrees - 1
+    passed = hops / degrees * np.asarray(tokens)
+    if not per_token:
+        return np.zeros_like(passed)
+    pays = cost_model.projection_b * hops > per_token * links.home_s_per_byte
+    hidden = hops / degrees * attention / 3 - hops * np.asarray(hop)
+    hidden -= passed * cost_model.kv_bytes_per_token / links.bytes_per_s
+    whole = np.maximum(passed * per_token, np.finfo(np.float64).tiny)
+    share: Float64Array = np.clip(hidden * links.bytes_per_s / whole, 0.0, 1.0)
+    return np.where(pays, share, 0.0)
+
+
+def spared_s(
+    degrees: Float64Array,
+    tokens: ArrayLike,
+    attention: Float64Array,
+    hop: ArrayLike,
+    links: "Links",
+    cost_model: CostModel,
+) -> Float64Array:
+    """Seconds that a member is spared by heads whose keys and values travel made.
+
+    Their projections, less what a double ring exposes of their gradients' last hop. The arguments
+    are those of `made_share`.
+    """
+    share = made_share(degrees, tokens, attention, hop, links, cost_model)
+    of_hops = cost_model.projection_b * (degrees - 1)
+    of_hops = of_hops - cost_model.made_bytes_per_token * links.home_s_per_byte
+    spared: Float64Array = share * of_hops * np.asarray(tokens) / degrees
+    return spared
+
+
 class Links(NamedTuple):
     """What rings send on; arrays of one shape.
 
@@ -228,6 +281,7 @@ def own_times_s(
     attention = attention_s(tokens, cost_model) / degrees
     compute = attention + cost_model.linear_s_per_token * tokens / degrees
     compute += merge_s(degrees, tokens / degrees, cost_model)
+    compute -= spared_s(degrees, tokens, attention, hop, links, cost_model)
     exposed = exposed_s(degrees, transfer, num_parts * hop, attention / speeds)
     again = cost_model.g + degrees * block_s(cost_model, pipeline_stages)
     fixed = fixed_s(degrees, cost_model, pipeline_stages) + (num_parts - 1) * again

@@ -39,6 +39,8 @@ With s the tokens of a sequence and D the ranks that share it:
 - where these keys are made of latents, every member makes those of all earlier parts again for each
   part (``projection_b``); where queries travel, a member only its own, the part's and earlier
   ones, which streams do not count
+- with ``made_bytes_per_token`` as many heads' keys and values as attention hides at speed 1 travel
+  made beside the latents, but in streams: a hop's projections fall by their share (`spared_s`)
 - a stream in c parts computes its forward twice. With its keys on the device, those made of latents
   are made anew for each part (``projection_b``); else those of each earlier part have a block a
   step, a pass of the ring and a merge of their own, and all but the first ``(1 - r) c`` come from
@@ -81,7 +83,8 @@ _VALUE_BYTES, _HEAD_CHANNELS = 2, 128
 _MAY_BE_ZERO = (
     *("a", "b", "kv_bytes_per_token", "g", "activation_bytes_per_token", "attention_b"),
     *("b_experts", "block_s", "intra_node_hop_s", "inter_node_hop_s", "merge_b", "window_share"),
-    *("halo_bytes", "query_ratio", "input_share", "projection_b", "sum_ratio", "runtime_bytes"),
+    *("halo_bytes", "query_ratio", "input_share", "projection_b", "sum_ratio"),
+    *("runtime_bytes", "made_bytes_per_token"),
 )
 
 _LONGEST = 2**40
@@ -166,6 +169,8 @@ class CostModel:
     projection_b: float = 0.0
     """The part of ``merge_b`` for keys and values that each step makes of the latents it is given,
     by tokens of these, not by those that attend."""
+    made_bytes_per_token: float = 0.0
+    """Bytes of a token's K and V where those of some heads may travel beside latents; 0: none."""
     sum_ratio: float = 2.0
     """Bytes of the sums of gradients that a stream keeps of its keys and values, per those of
     these: 2 where the model is in bfloat16 and sums are in float32."""
@@ -195,10 +200,8 @@ class CostModel:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"cost model: {name} is {value!r}; expected an integer >= 1")
-        if type(self.double_rings) is not bool:
-            raise ValueError(
-                f"cost model: double_rings is {self.double_rings!r}; expected true or false"
-            )
+        if type(rings := self.double_rings) is not bool:
+            raise ValueError(f"cost model: double_rings is {rings!r}; expected true or false")
         if self.projection_b > self.merge_b:
             raise ValueError(
                 f"cost model: projection_b is {self.projection_b!r}, a part of merge_b, which is "
@@ -228,10 +231,8 @@ class CostModel:
                 f"cost model: window_tokens is {window!r}; expected an integer from 0 to "
                 f"{_LONGEST:,}"
             )
-        if self.window_share > 1:
-            raise ValueError(
-                f"cost model: window_share is {self.window_share!r}; expected a share of 0 to 1"
-            )
+        if (share := self.window_share) > 1:
+            raise ValueError(f"cost model: window_share is {share!r}; expected a share of 0 to 1")
         if self.window_share and not window:
             raise ValueError(
                 f"cost model: window_share is {self.window_share!r} without window_tokens; give "
@@ -305,8 +306,7 @@ class CostModel:
 
         Raises:
             ValueError: ``max_length`` is out of range; or the function returns another shape, no
-                numbers, or for some length one that is not finite, negative, or less than for a
-                shorter one.
+                numbers, or one that is not finite, negative, or less than for a shorter length.
         """
         lengths = _sampled_lengths(max_length)
         seconds = _checked_costs(cost(lengths.copy()), lengths)

@@ -312,6 +312,7 @@ def _times_of_runs(plan: Plan, cost_model: CostModel, stages: int) -> Iterator[_
             ring_bytes = ring_bytes * np.where(plan.recomputed[run], _TWICE, 1.0)
         if plan.num_parts is not None:
             ring_bytes = _go_in_parts(plan, cost_model, run, work, exposed, ring_bytes)
+        ring_bytes = ring_bytes + work.made_bytes * np.where(plan.runs_twice[run], _TWICE, 1.0)
         own_s = work.attention_s + work.linear_s + exposed + work.local_s + work.fixed_s
         if (forwards > 1).any():  # a third of what is computed is forward
             own_s += np.where(forwards > 1, (own_s - exposed) / 3, 0.0)

@@ -7,14 +7,17 @@ from numpy.typing import NDArray
 
 from megatron_hdp.arrays import AnyArray, Float64Array, Int64Array
 from megatron_hdp.planner.bounds import (
+    Links,
     attention_s,
     block_s,
     compute_s,
     fixed_s,
     links_of,
+    made_share,
     merge_s,
     numbers_of_links,
     sent_bytes,
+    spared_s,
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import counts_of, owners_of, span_of
@@ -49,7 +52,9 @@ class MemberWork(NamedTuple):
     home_s: Float64Array
     """Of each micro-batch: backward's last hop, so far as nothing hides it (`bounds.Links`)."""
     ring_bytes: Float64Array
-    """Of each micro-batch: sent by all members."""
+    """Of each micro-batch: sent by all members, as if it ran whole."""
+    made_bytes: Float64Array
+    """Of each micro-batch: what heads that travel made add to it, all parts."""
 
     @property
     def degrees(self) -> Float64Array:
@@ -88,10 +93,11 @@ def work_of(
     speed = speeds[plan.ranks[members]]
     linear = cost_model.linear_s_per_token * tokens / degrees
     linear += merge_s(degrees, tokens / degrees, cost_model)
-    fixed, hops_s = (
-        fixed_s(degrees, cost_model, stages),
-        cost_model.num_layers * stages * links.hop_s,
-    )
+    hops_s = cost_model.num_layers * stages * links.hop_s
+    shared = attention / degrees
+    projected, made_bytes = _projected(plan, run, degrees, shared, hops_s, links, cost_model)
+    linear += projected
+    fixed = fixed_s(degrees, cost_model, stages)
     if plan.num_parts is not None:
         # a part's queries meet its own keys, then those of earlier parts, at every step
         parts = plan.num_parts[run].astype(np.float64)
@@ -103,15 +109,12 @@ def work_of(
             again = np.where(plan.streams[run] & ~on_host, of_each - earlier, 0.0)
             linear += cost_model.projection_b * tokens * again / parts  # keys made of latents
         fixed = parts * fixed + earlier * degrees * block_s(cost_model, stages)
-        projection_b = cost_model.projection_b
-        merge_b = cost_model.merge_b - np.where(plan.is_stream[run], 0.0, projection_b)
-        linear += merge_b * tokens * earlier / parts
-        if projection_b:
-            linear += projection_b * _made_again(plan, run, degrees, cost_model)
+        projection_b = np.where(plan.is_stream[run], 0.0, cost_model.projection_b)
+        linear += (cost_model.merge_b - projection_b) * tokens * earlier / parts
     return MemberWork(
         members=members,
         num_members=num_members,
-        attention_s=each(attention / degrees) / speed,
+        attention_s=each(shared) / speed,
         linear_s=each(linear) / speed,
         local_s=_local_times(plan, run, cost_model, stages) / speed,
         fixed_s=each(fixed) / speed,
@@ -120,27 +123,41 @@ def work_of(
         hop_s=hops_s,
         home_s=tokens / degrees * cost_model.kv_bytes_per_token * links.home_s_per_byte,
         ring_bytes=(sent + np.where(degrees > 1, cost_model.halo_bytes, 0.0)) * degrees,
+        made_bytes=made_bytes * degrees,
     )
 
 
-def _made_again(
-    plan: Plan, run: slice, degrees: Float64Array, cost_model: CostModel
-) -> Float64Array:
-    """Tokens whose keys a member makes of latents in parts, less those of a whole micro-batch.
+def _projected(
+    plan: Plan,
+    run: slice,
+    degrees: Float64Array,
+    attention: Float64Array,
+    hops_s: Float64Array,
+    links: Links,
+    cost_model: CostModel,
+) -> tuple[Float64Array, Float64Array]:
+    """What making keys of latents takes a member more than `merge_s` says, and bytes it sends more.
 
-    Each part has the keys of earlier ones made again, by every member. Where queries travel those
-    that stay are made once; so are its own.
+    Each part has the keys of earlier ones made again, by every member; where queries travel those
+    that stay are made once, and so are its own. Heads that travel made are made by their owner.
     """
-    made = np.zeros(len(degrees))
-    in_parts = (plan.parts_of_each[run] > 1) & (degrees > 1) & ~plan.is_stream[run]
-    for i in np.flatnonzero(in_parts).tolist():
-        others = (degrees[i] - 1) / degrees[i]
-        for tokens, earlier, _ in sizes_of_parts(plan, run.start + i):
-            if queries_travel(tokens, earlier, cost_model.query_ratio):
-                made[i] += (tokens + earlier) / degrees[i] - tokens * others
-            else:
-                made[i] += earlier
-    return made
+    seconds, sent = np.zeros((2, len(degrees)))
+    if not cost_model.projection_b:
+        return seconds, sent
+    for i in np.flatnonzero((degrees > 1) & ~plan.is_stream[run]).tolist():
+        others, of_ring = (degrees[i] - 1) / degrees[i], Links(*(one[i] for one in links))
+        sizes = sizes_of_parts(plan, run.start + i)
+        squares = sum(size.squares for size in sizes)
+        for tokens, earlier, seen in sizes:
+            if len(sizes) > 1 and queries_travel(tokens, earlier, cost_model.query_ratio):
+                again = (tokens + earlier) / degrees[i] - tokens * others
+                seconds[i] += cost_model.projection_b * again
+                continue
+            around, hiding = tokens + earlier, attention[i] * seen / max(squares, 1.0)
+            how = degrees[i], around, hiding, hops_s[i], of_ring, cost_model
+            seconds[i] += cost_model.projection_b * earlier - float(spared_s(*how))
+            sent[i] += 3 * others * around * float(made_share(*how))
+    return seconds, sent * cost_model.made_bytes_per_token
 
 
 def _attention_sums(

@@ -26,6 +26,7 @@ _OF_COSTS = (
     *("intra_node_bytes_per_s", "inter_node_bytes_per_s", "ranks_per_node", "num_layers"),
     *("activation_bytes_per_token", "host_bytes_per_s", "window_tokens", "window_share", "halo_s"),
     *("query_ratio", "input_share", "double_rings", "projection_b", "sum_ratio"),
+    "made_bytes_per_token",
 )
 """What C++ knows of a cost model by the same names; it refuses others."""
 _INTEGERS = (

@@ -59,6 +59,13 @@ DOUBLE = (
     ),
 )
 """Rings of four and six ranks are double, whatever their nodes are."""
+MADE = (
+    (
+        "megatron_hdp.runtime.attention.several.AttentionByLatent.made_heads",
+        lambda self, layout, num_heads: (sum(layout.ring_lengths) // 12) % num_heads,
+    ),
+)
+"""Keys and values of some heads travel made, of other numbers in other rings."""
 BY_STREAM = {"hdp_long_sequence": "stream"}
 LATENT, KV = ({"hdp_mla_ring": way} for way in ("latent", "kv"))
 
@@ -84,6 +91,9 @@ def parted() -> dict[str, Case]:
         "kv-keys": (6, joined(MLA, PP2, KV), KEYS),
         "latent-queries": (6, joined(MLA, PP2, LATENT), QUERIES),
         "latent-keys": (8, joined(MLA, PP2, LATENT, TP2_SP, RECOMPUTE), KEYS),
+        "latent-made": (6, joined(MLA, PP2, LATENT), KEYS, MADE),
+        "latent-made-tp2-sp": (8, joined(MLA, PP2, LATENT, TP2_SP, RECOMPUTE), KEYS, MADE),
+        "latent-made-double": (8, joined(MLA, PP2, LATENT), KEYS, MADE, DOUBLE),
         "double-queries": (8, joined(MQA, PP2), QUERIES, DOUBLE),
         "double-keys-recompute": (8, joined(MHA, PP2, RECOMPUTE, SINK), KEYS, DOUBLE),
     }

@@ -77,6 +77,16 @@ COST_MODELS = {
     "double rings": _model(
         *(1e-4, 1e-4), links=(5e3, 1e3), node=2, num_layers=3, double_rings=True, **_HOPS
     ),
+    "made heads": _model(
+        *(1e-4, 1e-4),
+        links=(1e5, 2e4),
+        node=2,
+        merge_b=3e-3,
+        projection_b=2e-3,
+        made_bytes_per_token=40.0,
+        double_rings=True,
+        **_HOPS,
+    ),
     "wide nodes": _model(1e-4, 1e-4, links=(3e3, 1e3), node=4, double_rings=True),
     "fast host": _model(
         1e-6, 1e-3, num_layers=12, activation_bytes_per_token=1.0, host_bytes_per_s=1e6

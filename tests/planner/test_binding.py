@@ -50,7 +50,7 @@ HOPS = {"intra_node_hop_s": 1.1e-3, "inter_node_hop_s": 2.3e-3, "block_s": 1e-3,
 HOST = {"activation_bytes_per_token": 1.2, "host_bytes_per_s": 9e3, "num_layers": 6}
 WINDOWS = {"window_tokens": 30, "window_share": 0.3, "halo_bytes": 5.0}
 LINEAR = {"b": 7e-4, "attention_b": 2e-4, "b_experts": 4e-4, "g": 2e-3}
-KEPT = {"input_share": 0.05, "projection_b": 2e-5, "sum_ratio": 1.7}
+KEPT = {"input_share": 0.05, "projection_b": 2e-5, "sum_ratio": 1.7, "made_bytes_per_token": 0.9}
 EVERY = CostModel(a=3e-6, kv_bytes_per_token=1.5, **LINEAR | LINKS | HOPS | HOST | WINDOWS | KEPT)
 LENGTHS = [700, 300, 300, 130, *range(20, 90, 7)]
 

@@ -122,6 +122,28 @@ def test_keys_made_of_latents_are_made_again_for_each_part(ratio):
     assert found.duration_s[0] - plain.duration_s[0] == pytest.approx(0.5 * again)
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_heads_travel_made_as_far_as_attention_hides(parts):
+    """What others then need not project, less a share that the network has no time for."""
+    made = random_plan(np.array([60]), ranks=3, tokens_per_rank=20)
+    made = replace(made, num_parts=[parts], linear_tokens=4.0)
+    costs = CostModel(
+        a=1e-3, b=1.0, kv_bytes_per_token=1.0, merge_b=0.5, projection_b=0.5,
+        intra_node_bytes_per_s=1e3, intra_node_hop_s=1e-4,
+    )  # fmt: skip
+    spared, around, shares = 0.0, 0.0, []
+    for tokens, earlier, squares in part_sizes([60], parts, 4.0):
+        hides = 1e-3 * squares / 3 / 3 * 2 / 3  # of a member's third, two of three steps
+        passed = (tokens + earlier) * 2 / 3
+        shares.append(min(1.0, max(0.0, hides - 2e-4 - passed / 1e3) * 1e3 / (passed * 9)))
+        spared += 0.5 * passed * shares[-1]
+        around += passed * 9 * shares[-1]
+    assert any(0 < share < 1 for share in shares)
+    plain, found = (evaluate(made, replace(costs, made_bytes_per_token=x)) for x in (0.0, 9.0))
+    assert plain.duration_s[0] - found.duration_s[0] == pytest.approx(spared)
+    assert found.ring_bytes - plain.ring_bytes == pytest.approx(3 * 3 * around)
+
+
 def parts_of(operations, parts, in_order=False):
     """Pass, micro-batch, chunk and part of each: forward in order, backward in reverse."""
     found = []
@@ -277,17 +299,19 @@ def test_rings_that_take_parts_in_another_order_hang(chunks):
     weighted=st.booleans(),
     speeds=st.booleans(),
     ratio=st.sampled_from([0.0, 0.6, 3.5]),
+    made_bytes=st.sampled_from([0.0, 300.0, 3e4]),
     seed=st.integers(0, 10**6),
 )
 def test_cpp_and_python_execute_parts_alike(
-    lengths, ranks, stages, chunks, weighted, speeds, ratio, seed
+    lengths, ranks, stages, chunks, weighted, speeds, ratio, made_bytes, seed
 ):
     draw = np.random.default_rng(seed)
     made = random_plan(np.array(lengths), ranks=ranks, tokens_per_rank=64, seed=seed)
     assume(not any(PADDING in one for one in slots(made, aligned=True)))  # C++ refuses the others
     weights = draw.uniform(0.5, 1.5, stages * chunks) if weighted else None
     costs = CostModel(
-        a=1e-3, b=1e-2, kv_bytes_per_token=1e3, g=1e-3, block_s=1e-3, merge_b=1e-3, num_layers=2,
+        a=1e-3, b=1e-2, kv_bytes_per_token=1e2, g=1e-3, block_s=1e-3, merge_b=1e-3, num_layers=2,
+        projection_b=6e-4, made_bytes_per_token=made_bytes, double_rings=True,
         intra_node_bytes_per_s=1e5, inter_node_bytes_per_s=4e4, inter_node_hop_s=1e-3,
         ranks_per_node=2, query_ratio=ratio, rank_speeds=(0.5, 1.0, 2.0, 1.5)[: ranks * speeds],
     )  # fmt: skip

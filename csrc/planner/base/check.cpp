@@ -90,6 +90,7 @@ void check_cost_model(const CostModel& cost) {
       {"query_ratio", cost.query_ratio},
       {"input_share", cost.input_share},
       {"projection_b", cost.projection_b},
+      {"made_bytes_per_token", cost.made_bytes_per_token},
       {"sum_ratio", cost.sum_ratio},
       {"activation_bytes_per_token", cost.activation_bytes_per_token},
   };

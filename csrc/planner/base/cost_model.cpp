@@ -111,17 +111,32 @@ double exposed_s(const CostModel& cost, int64_t degree, double tokens, double at
          std::max(0.0, latency + 2 * third - 2 * hiding) + home_s(cost, degree, tokens, links);
 }
 
-double ring_s(const CostModel& cost, int64_t length, int64_t degree, Links links, double speed) {
-  const double rate = speed * static_cast<double>(degree);
-  const double attention = attention_s(cost, length) / rate;
-  const auto tokens = static_cast<double>(length);
-  return compute_s(cost, length) / rate + merge_s(cost, degree, tokens) / speed +
-         exposed_s(cost, degree, tokens, attention, links);
+double spared_s(const CostModel& cost, int64_t degree, double tokens, double attention_s,
+                Links links) {
+  if (cost.made_bytes_per_token == 0 || degree == 1 || tokens == 0) return 0;
+  const auto d = static_cast<double>(degree);
+  const double hops = d - 1;
+  const double passed = hops / d * tokens;
+  const double spared = cost.projection_b * passed -
+                        tokens / d * cost.made_bytes_per_token * links.home_s_per_byte;
+  const double hidden = hops / d * attention_s / 3 - hops * links.hop_s -
+                        passed * cost.kv_bytes_per_token / links.bytes_per_s;
+  if (spared <= 0 || hidden <= 0) return 0;
+  return spared * std::min(1.0, hidden * links.bytes_per_s / (passed * cost.made_bytes_per_token));
 }
 
-double parts_within(const CostModel& cost, int64_t length, double compute_s, double seconds) {
-  if (cost.merge_b > 0) {  // compute / D + merge (1 - 1 / D) = (compute - merge) / D + merge
-    const double merge = cost.merge_b * static_cast<double>(length);
+double ring_s(const CostModel& cost, int64_t length, int64_t degree, Links links, double speed) {
+  const double shared = attention_s(cost, length) / static_cast<double>(degree);
+  const auto tokens = static_cast<double>(length);
+  const double made = merge_s(cost, degree, tokens) - spared_s(cost, degree, tokens, shared, links);
+  return compute_s(cost, length) / (speed * static_cast<double>(degree)) + made / speed +
+         exposed_s(cost, degree, tokens, shared / speed, links);
+}
+
+namespace {
+
+double parts_within(const CostModel& cost, double merge, double compute_s, double seconds) {
+  if (merge > 0) {  // compute / D + merge (1 - 1 / D) = (compute - merge) / D + merge
     if (compute_s <= merge) return compute_s + cost.block_all_layers_s <= seconds ? 1 : kInfinity;
     if (seconds <= merge) return kInfinity;
     compute_s -= merge;
@@ -132,6 +147,27 @@ double parts_within(const CostModel& cost, int64_t length, double compute_s, dou
   const double square = seconds * seconds - 4 * cost.block_all_layers_s * compute_s;
   if (!(square >= 0)) return kInfinity;
   return 2 * compute_s / (seconds + std::sqrt(square));
+}
+
+}  // namespace
+
+double parts_within(const CostModel& cost, int64_t length, double compute_s, double seconds) {
+  const auto tokens = static_cast<double>(length);
+  if (cost.made_bytes_per_token == 0) {
+    return parts_within(cost, cost.merge_b * tokens, compute_s, seconds);
+  }
+  // the wider the ring, the fewer heads travel made: from below
+  double merge = (cost.merge_b - cost.projection_b) * tokens;
+  double parts = parts_within(cost, merge, compute_s, seconds);
+  for (int i = 0; i < 3 && parts > 1 && parts < kInfinity; ++i) {
+    const auto degree = static_cast<int64_t>(std::min(std::ceil(parts), 1e9));
+    const double others = 1 - 1 / static_cast<double>(degree);
+    const double shared = attention_s(cost, length) / static_cast<double>(degree);
+    const Links links = best_links(cost, degree);
+    const double spared = spared_s(cost, degree, tokens, shared, links) / others;
+    parts = parts_within(cost, cost.merge_b * tokens - spared, compute_s, seconds);
+  }
+  return parts;
 }
 
 int64_t greatest_hidden_degree(const CostModel& cost, int64_t length, int64_t num_ranks) {

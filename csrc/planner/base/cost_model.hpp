@@ -77,6 +77,11 @@ double home_s(const CostModel& cost, int64_t degree, double tokens, Links links)
 double exposed_s(const CostModel& cost, int64_t degree, double tokens, double attention_s,
                  Links links, double num_forwards = 1);
 
+// Seconds of projections that a member of a ring is spared: keys and values of some heads travel made
+// beside the latents, as many as attention hides, which takes a member of speed 1 `attention_s`.
+double spared_s(const CostModel& cost, int64_t degree, double tokens, double attention_s,
+                Links links);
+
 // Seconds of one sequence that has a ring to itself, its exposed traffic included, fixed_s left
 // out. `speed` is that of the slowest member.
 double ring_s(const CostModel& cost, int64_t length, int64_t degree, Links links, double speed = 1);

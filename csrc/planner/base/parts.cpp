@@ -101,17 +101,28 @@ double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num
   return seconds;
 }
 
-double made_again_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes) {
+double made_again_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
+                    double attention_s, Links links) {
   if (cost.projection_b == 0 || degree == 1 || sizes.size() < 2) return 0;
   const auto d = static_cast<double>(degree);
   double made = 0;
   double tokens = 0;
+  double squares = 0;
   for (const PartSize& size : sizes) {
-    made += queries_travel(size, cost.query_ratio) ? (size.tokens + size.earlier) / d
-                                                   : size.tokens * (d - 1) / d + size.earlier;
     tokens += size.tokens;
+    squares += size.squares;
   }
-  return cost.projection_b * (made - tokens * (d - 1) / d);
+  double spared = 0;
+  for (const PartSize& size : sizes) {
+    if (queries_travel(size, cost.query_ratio)) {
+      made += (size.tokens + size.earlier) / d;
+      continue;
+    }
+    made += size.tokens * (d - 1) / d + size.earlier;
+    spared += spared_s(cost, degree, size.tokens + size.earlier,
+                       attention_s * (size.squares / squares), links);
+  }
+  return cost.projection_b * (made - tokens * (d - 1) / d) - spared;
 }
 
 double ring_s(const CostModel& cost, int64_t length, int64_t degree,
@@ -123,20 +134,22 @@ double ring_s(const CostModel& cost, int64_t length, int64_t degree,
     return ring_s(cost, length, degree, links, speed) + fixed / speed;
   }
   const auto d = static_cast<double>(degree);
-  const double made = made_again_s(cost, degree, sizes);
+  const double attention = attention_s(cost, length) / d;
+  const double made = made_again_s(cost, degree, sizes, attention, links);
   return (compute_s(cost, length) / d + merge_s(cost, degree, tokens) + fixed + made) / speed +
-         exposed_s(cost, degree, sizes, attention_s(cost, length) / d / speed, links);
+         exposed_s(cost, degree, sizes, attention / speed, links);
 }
 
 double recomputed_ring_s(const CostModel& cost, int64_t length, int64_t degree,
                          const std::vector<PartSize>& sizes, Links links, double speed) {
   const auto d = static_cast<double>(degree);
   const auto tokens = static_cast<double>(length);
+  const double attention = attention_s(cost, length) / d;
+  const double made = sizes.size() < 2 ? -spared_s(cost, degree, tokens, attention, links)
+                                       : made_again_s(cost, degree, sizes, attention, links);
   const double computed = compute_s(cost, length) / d + merge_s(cost, degree, tokens) +
-                          fixed_s(cost, degree, tokens, static_cast<int64_t>(sizes.size())) +
-                          made_again_s(cost, degree, sizes);
-  const double exposed =
-      exposed_s(cost, degree, sizes, attention_s(cost, length) / d / speed, links, 2);
+                          fixed_s(cost, degree, tokens, static_cast<int64_t>(sizes.size())) + made;
+  const double exposed = exposed_s(cost, degree, sizes, attention / speed, links, 2);
   return kComputedTwice * computed / speed + exposed;
 }
 

@@ -43,6 +43,8 @@ struct CostModel {
   double input_share = 0;     // of a layer's activations that its input is; 0: not known
   bool double_rings = false;  // rings over nodes use the links of all members of a node
   double projection_b = 0;    // the part of merge_b for keys that a step makes of what travels
+  // K and V of all layers, of heads that travel made, beside latents; 0: none do.
+  double made_bytes_per_token = 0;
   double sum_ratio = 2;  // bytes of the sums of a stream's key gradients, per those of its keys
 };
 

@@ -57,8 +57,11 @@ class Bound {
     const Links links = best_links(cost_, degree);
     const double whole = ring_s(cost_, length, degree, links, speed) + fixed / speed;
     if (!may_compute_twice(problem_)) return whole;
+    const auto tokens = static_cast<double>(length);
+    const double shared = attention_s(cost_, length) / static_cast<double>(degree);
     const double computed = compute_s(cost_, length) / static_cast<double>(degree) + fixed +
-                            merge_s(cost_, degree, static_cast<double>(length));
+                            merge_s(cost_, degree, tokens) -
+                            spared_s(cost_, degree, tokens, shared, links);
     return std::min(whole, kComputedTwice * computed / speed);
   }
 
@@ -167,6 +170,7 @@ double computed_again_s(const Problem& problem, int64_t length) {
 // recomputed, a rank may hold more; and merging, of which all members of a ring together have
 // (D - 1) merge_b s.
 double least_fixed_s(const Problem& problem) {
+  const CostModel& cost = problem.cost;
   const int64_t whole = whole_tokens(problem);
   double tokens = 0;
   double blocks = 0;
@@ -181,7 +185,7 @@ double least_fixed_s(const Problem& problem) {
   const double capacity = static_cast<double>(problem.tokens_per_rank) / held;
   const double merged = std::max(0.0, blocks - tokens);
   return (problem.cost.g * tokens + problem.cost.block_all_layers_s * blocks) / capacity +
-         problem.cost.merge_b * merged;
+         (cost.merge_b - (cost.made_bytes_per_token > 0 ? cost.projection_b : 0)) * merged;
 }
 
 struct Long {

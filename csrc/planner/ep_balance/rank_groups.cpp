@@ -141,8 +141,10 @@ void GroupSharing::start(const RankGroup& group, const Ring& ring) {
   const CostModel& cost = problem_.cost;
   const Links links = links_of_block(cost, group.first, group.num_ranks);
   const auto d = static_cast<double>(group.num_ranks);
-  const double own_s = ring.dense_s / d + fixed_s(cost, group.num_ranks) +
-                       merge_s(cost, group.num_ranks, ring.tokens);
+  const double own_s =
+      ring.dense_s / d + fixed_s(cost, group.num_ranks) +
+      merge_s(cost, group.num_ranks, ring.tokens) -
+      spared_s(cost, group.num_ranks, ring.tokens, ring.attention_s / d, links);
   const auto load_s = [&](int32_t rank) {
     const double speed = problem_.speed(group.first + rank);
     return own_s / speed +

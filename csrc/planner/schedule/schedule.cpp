@@ -56,14 +56,17 @@ class RingTime {
   double member_s(int32_t rank, double local_s) const {
     const auto d = static_cast<double>(degree());
     const double speed = problem_.speed(rank);
-    const double attention = sum_.attention_s / d / speed;
+    const double shared = sum_.attention_s / d;
+    const double attention = shared / speed;
     const double exposed =
         sizes_.empty()
             ? exposed_s(problem_.cost, degree(), sum_.tokens, attention, links_, num_forwards_)
             : exposed_s(problem_.cost, degree(), sizes_, attention, links_, num_forwards_);
     const double overhead = fixed_s(problem_.cost, degree(), sum_.tokens, num_parts_) +
                             merge_s(problem_.cost, degree(), sum_.tokens) +
-                            made_again_s(problem_.cost, degree(), sizes_);
+                            (sizes_.empty()
+                                 ? -spared_s(problem_.cost, degree(), sum_.tokens, shared, links_)
+                                 : made_again_s(problem_.cost, degree(), sizes_, shared, links_));
     const double computed = (sum_.compute_s / d + local_s + overhead) / speed;
     return (num_forwards_ == 2 ? kComputedTwice * computed : computed) + exposed;
   }

@@ -65,7 +65,13 @@ def cost_model_of(arguments: "TrainingArguments", job: Job) -> CostModel:
     if not job.shape.latent_size or arguments.hdp_mla_ring == "kv":
         return found
     size, tensor_ranks = job.value_bytes, job.tensor_ranks
-    return ring_ways(job.shape, found, value_bytes=size, tensor_ranks=tensor_ranks).latent
+    return ring_ways(
+        job.shape,
+        found,
+        value_bytes=size,
+        tensor_ranks=tensor_ranks,
+        some_made=arguments.hdp_mla_ring == "auto",
+    ).latent
 
 
 def run_setting(

@@ -28,7 +28,6 @@ from megatron_hdp.megatron.model.rotary import at_own_positions
 from megatron_hdp.megatron.model.taking import take_over_class
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.runtime.attention import AttentionByLatent
-from megatron_hdp.runtime.ring import LatentRing
 
 _OF_CONFIG = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -129,9 +128,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
         if isinstance(attention, AttentionByLatent) and attention.latent_travels(
             packed_seq_params.layout
         ):
-            out = self._attend_to_latents(
-                query, latent, rotated, attention.latent_ring, packed_seq_params
-            )
+            out = self._attend_to_latents(query, latent, rotated, attention, packed_seq_params)
         else:
             key, value = self._key_and_value(latent, rotated)
             out = self._attend(query, key, value, packed_seq_params)
@@ -213,7 +210,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
         query: torch.Tensor,
         latent: torch.Tensor,
         rotated: torch.Tensor,
-        latent_ring: LatentRing,
+        attention: AttentionByLatent,
         params: HdpPackedSeqParams,
     ) -> torch.Tensor:
         """The same, whose ring passes the latent on; keys and values are kept nowhere."""
@@ -224,7 +221,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
             latent = gather_from_sequence_parallel_region(latent, group=self.pg_collection.tp)
         else:
             latent = copy_to_tensor_model_parallel_region(latent, group=self.pg_collection.tp)
-        out = latent_ring(
+        out = attention.latent_ring(
             query[:, 0],
             latent[:, 0],
             rotated[:, 0, 0],
@@ -233,6 +230,7 @@ class HdpMlaSelfAttention(MLASelfAttention):
             params.comm,
             self.core_attention.scale,
             self.core_attention.earlier_keys(params),
+            attention.made_heads(params.layout, query.shape[2]),
         )
         return out.reshape(out.shape[0], 1, -1)
 

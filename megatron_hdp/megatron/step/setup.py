@@ -174,10 +174,15 @@ def cost_model_of(arguments: TrainingArguments, executor: HdpExecutor) -> CostMo
     if not isinstance(executor.attention, AttentionByLatent):
         return cost_model
     ways = ring_ways(
-        job.shape, cost_model, value_bytes=job.value_bytes, tensor_ranks=job.tensor_ranks
+        job.shape,
+        cost_model,
+        value_bytes=job.value_bytes,
+        tensor_ranks=job.tensor_ranks,
+        some_made=arguments.hdp_mla_ring == "auto",
     )
     executor.attention.decide_by(
-        lambda layout: ways.latent_is_faster(layout.ring_lengths, layout.ring)
+        lambda layout: ways.latent_is_faster(layout.ring_lengths, layout.ring),
+        lambda layout: ways.made_share(layout.lengths_around, layout.earlier_in_ring, layout.ring),
     )
     return ways.latent  # where keys and values travel, that takes less
 

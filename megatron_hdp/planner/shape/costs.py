@@ -64,7 +64,12 @@ def cost_model_of_shape(
 
 
 def ring_ways(
-    shape: ModelShape, cost_model: CostModel, *, value_bytes: int, tensor_ranks: int
+    shape: ModelShape,
+    cost_model: CostModel,
+    *,
+    value_bytes: int,
+    tensor_ranks: int,
+    some_made: bool = True,
 ) -> RingWays:
     """What rings of a model with multi-latent attention cost if keys and values or latents travel.
 
@@ -73,6 +78,7 @@ def ring_ways(
         cost_model: of an HDP rank.
         value_bytes: bytes of a value that travels.
         tensor_ranks: of an HDP rank; they share keys and values, and each sends the whole latent.
+        some_made: whether keys and values of some heads may travel beside the latent.
     """
     dense = shape.worked_parameters - shape.worked_expert_parameters
     up = "self_attention.linear_kv_up_proj."
@@ -83,4 +89,5 @@ def ring_ways(
         latent_bytes_per_token=shape.latent_size * value_bytes * tensor_ranks,
         projection_share=shape.latent_matrices / dense,
         trained_share=sum(learning) / len(learning),
+        made_bytes_per_token=shape.made_size * value_bytes if some_made else 0.0,
     )

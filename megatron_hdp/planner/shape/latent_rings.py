@@ -15,12 +15,15 @@ from typing import Self
 import numpy as np
 
 from megatron_hdp.planner.bounds import (
+    Links,
     attention_s,
     exposed_s,
     links_of,
+    made_share,
     merge_s,
     numbers_of_links,
     sent_bytes,
+    spared_s,
 )
 from megatron_hdp.planner.cost_model import CostModel
 
@@ -45,6 +48,7 @@ class RingWays:
         latent_bytes_per_token: float,
         projection_share: float,
         trained_share: float = 1.0,
+        made_bytes_per_token: float = 0.0,
     ) -> Self:
         """The two ways.
 
@@ -55,6 +59,8 @@ class RingWays:
             projection_share: parameters that make keys and values of the latent, as a share of
                 all that multiply a token and are no experts'.
             trained_share: of them, those whose gradient is made.
+            made_bytes_per_token: of keys and values without the part that all heads share, where
+                those of some heads may travel beside the latent.
         """
         # a token's pass through all of them, forward, is a third of what they cost trained
         of_a_hop = _PROJECTIONS_OF_A_HOP + trained_share
@@ -67,6 +73,7 @@ class RingWays:
                 query_ratio=cost_model.query_ratio * kv_bytes_per_token / latent_bytes_per_token,
                 merge_b=cost_model.merge_b + projections_s,
                 projection_b=projections_s,
+                made_bytes_per_token=made_bytes_per_token,
             ),
         )
 
@@ -74,16 +81,39 @@ class RingWays:
         """Whether a ring of these sequences had better pass it on; all members agree."""
         return _ring_s(self.latent, lengths, ring) < _ring_s(self.kv, lengths, ring)
 
+    def made_share(self, lengths: Sequence[int], earlier: int, ring: Sequence[int]) -> float:
+        """The share of the heads whose keys and values travel made, beside latents.
+
+        Members of a ring agree.
+
+        Args:
+            lengths: tokens that go around of the ring's sequences; the first may continue.
+            earlier: tokens of the first one in earlier parts, which go around as well.
+            ring: HDP ranks in ring order.
+        """
+        degrees, links = np.array([float(len(ring))]), _links(ring, self.latent)
+        ends = np.array([lengths[0] + earlier, *lengths[1:], earlier], dtype=np.int64)
+        seconds = attention_s(ends, self.latent)
+        attention = (seconds[:-1].sum() - seconds[-1]) / degrees
+        hop = self.latent.num_layers * links.hop_s
+        tokens = float(sum(lengths) + earlier)
+        return float(made_share(degrees, tokens, attention, hop, links, self.latent)[0])
+
+
+def _links(ring: Sequence[int], cost_model: CostModel) -> Links:
+    numbers = numbers_of_links(np.array(ring), np.zeros(1, np.int64), cost_model)
+    return links_of(numbers, cost_model)
+
 
 def _ring_s(cost_model: CostModel, lengths: Sequence[int], ring: Sequence[int]) -> float:
     """What a member waits for traffic and does for each further step."""
     degree = len(ring)
     degrees, tokens = np.array([float(degree)]), np.array([float(sum(lengths))])
-    links = links_of(
-        numbers_of_links(np.array(ring), np.zeros(1, np.int64), cost_model), cost_model
-    )
+    links = _links(ring, cost_model)
     transfer = sent_bytes(degrees, tokens, cost_model) / links.bytes_per_s
     attention = attention_s(np.array(lengths, dtype=np.int64), cost_model).sum() / degrees
-    exposed = exposed_s(degrees, transfer, cost_model.num_layers * links.hop_s, attention)
+    hop = cost_model.num_layers * links.hop_s
+    exposed = exposed_s(degrees, transfer, hop, attention)
+    exposed -= spared_s(degrees, tokens, attention, hop, links, cost_model)
     exposed += tokens / degrees * cost_model.kv_bytes_per_token * links.home_s_per_byte
     return float((exposed + merge_s(degrees, tokens / degrees, cost_model))[0])

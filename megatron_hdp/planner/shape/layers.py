@@ -97,10 +97,16 @@ class Attention:
         return self.kv_rank + self.shared_channels if self.kv_rank else 0
 
     @property
+    def made_size(self) -> int:
+        """Values of a token that are made of its latent; 0: none are."""
+        if not self.kv_rank:
+            return 0
+        return self.num_heads * (self.qk_channels - self.shared_channels + self.v_channels)
+
+    @property
     def latent_matrices(self) -> int:
         """Parameters that make keys and values of the latent."""
-        made = self.num_heads * (self.qk_channels - self.shared_channels + self.v_channels)
-        return self.kv_rank * made
+        return self.kv_rank * self.made_size
 
     @property
     def halo_size(self) -> int:

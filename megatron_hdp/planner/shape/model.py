@@ -339,6 +339,11 @@ class ModelShape:
         )
 
     @property
+    def made_size(self) -> int:
+        """Values of a token that are made of its latent, in all layers."""
+        return sum(layer.attention.made_size for layer in self.all_layers)
+
+    @property
     def latent_size(self) -> int:
         """Values of a token that may travel in place of them, in all layers."""
         return sum(layer.attention.latent_size for layer in self.all_layers)

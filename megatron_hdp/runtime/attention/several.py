@@ -28,6 +28,9 @@ from megatron_hdp.runtime.ring import (
 Decision: TypeAlias = Callable[[TokenLayout], bool]
 """Whether a micro-batch's ring passes the latent on: the same on all its members."""
 
+MadeShare: TypeAlias = Callable[[TokenLayout], float]
+"""The share of the heads whose keys and values then travel made: the same on all members."""
+
 
 class OneOfTwo:
     """A backend that hands each call on to one of two.
@@ -83,14 +86,24 @@ class AttentionByLatent(OneOfTwo):
     def __init__(self, others: AttentionBackend, latent_ring: LatentRing, choice: str) -> None:
         self.latent_ring, self._choice = latent_ring, choice
         self._decision: Decision = lambda _: choice == "latent"
+        self._made_share: MadeShare = lambda _: 0.0
         rings = {"auto": "rings of either by their cost", "latent": "rings of latents"}[choice]
         super().__init__(others, others, lambda *_: False, rings)
         self.name = f"{others.name}, {rings} by {latent_ring.kernel.name}"
 
-    def decide_by(self, decision: Decision) -> None:
+    def decide_by(self, decision: Decision, made_share: MadeShare) -> None:
         """Lets a cost model decide, where the choice is left to it."""
         if self._choice == "auto":
-            self._decision = decision
+            self._decision, self._made_share = decision, made_share
+
+    def made_heads(self, layout: TokenLayout, num_heads: int) -> int:
+        """Heads of so many whose keys and values travel made; those of the last one never do.
+
+        None of a stream, of which latents alone are kept.
+        """
+        if not layout.ring_slices or (isinstance(layout, PartLayout) and layout.is_stream):
+            return 0
+        return min(int(self._made_share(layout) * num_heads), num_heads - 1)
 
     def latent_travels(self, layout: TokenLayout) -> bool:
         """Whether this micro-batch is for `latent_ring`; without a ring nothing travels.

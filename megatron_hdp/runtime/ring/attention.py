@@ -12,10 +12,11 @@ import torch
 
 from megatron_hdp.runtime.kernels import AttentionKernel
 from megatron_hdp.runtime.ring.comm import RingComm
-from megatron_hdp.runtime.ring.dense import DenseAttention, PlainKeys
+from megatron_hdp.runtime.ring.dense import DenseAttention
 from megatron_hdp.runtime.ring.layout import TokenLayout
 from megatron_hdp.runtime.ring.parts import EarlierKeys, PartLayout
 from megatron_hdp.runtime.ring.sink import gradient_of_sink, with_sink
+from megatron_hdp.runtime.ring.source import PlainKeys
 from megatron_hdp.runtime.ring.windowed import WindowedAttention
 
 

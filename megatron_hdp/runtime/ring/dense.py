@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
 from megatron_hdp.runtime.ring.message import Adding, Finding, Found, Passing, Tensors
 from megatron_hdp.runtime.ring.parts import LOCAL, RING, EarlierKeys, Group, PartLayout
+from megatron_hdp.runtime.ring.source import Keys, PlainKeys, Source
 from megatron_hdp.runtime.ring.travelling import (
     ALL,
     accumulator,
@@ -38,54 +39,6 @@ from megatron_hdp.runtime.ring.travelling import (
     travelling,
     wide_type,
 )
-
-Keys: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values, or what they are made of, ``[t, ...]`` each."""
-
-
-class Source(Protocol):
-    """How keys and values are made of what travels."""
-
-    is_plain: bool
-    """Whether nothing must be made."""
-
-    def value_dim(self, keys: Keys) -> int:
-        """Size of a value's head."""
-        ...
-
-    def keys_and_values(
-        self, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[t, kv_heads, ...]`` each."""
-        ...
-
-    def gradients(
-        self, dk: torch.Tensor, dv: torch.Tensor, first: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of what `keys_and_values` took; `first` is the first of that."""
-        ...
-
-
-class PlainKeys:
-    """Keys and values themselves."""
-
-    is_plain = True
-
-    def value_dim(self, keys: Keys) -> int:
-        """See `Source`."""
-        return int(keys[1].shape[-1])
-
-    def keys_and_values(
-        self, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Source`."""
-        return first, second
-
-    def gradients(
-        self, dk: torch.Tensor, dv: torch.Tensor, first: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Source`."""
-        return dk, dv
 
 
 class _Met(NamedTuple):
@@ -133,22 +86,25 @@ class DenseAttention:
             self.earlier.keep(self._part, *keys)
         ring = slice(0, self.layout.ring_tokens)
         queries, they_travel = q[ring], self._queries_travel(q, keys)
+        whole = self._whole(keys, they_travel)
         total: tuple[torch.Tensor, torch.Tensor] | None = None
         for mets in self._passes(keys):
-            blocks = self._sent([queries] if they_travel else _keys_of(mets))
+            here = self._made_first(mets, whole)
+            sent = mets if they_travel else _sent_of(mets, here)
+            blocks = self._sent([queries] if they_travel else _keys_of(sent))
             if total is None:
-                out, lse = self._output(q, keys, self._own, self.source)
+                out, lse = self._output(q, whole.keys, self._own, whole.source)
                 total = accumulator(out[ring]), lse[ring].clone()
             if they_travel:
-                mets = [self._made(met) for met in mets]
-            for met in mets:
+                here = [self._made(met) for met in mets]
+            for met in here:
                 if met.group is not None:
                     self._merge(total, queries, met, 0)
             if they_travel:
-                merge(*total, ALL, *self._output_of_others(blocks, mets, total))
+                merge(*total, ALL, *self._output_of_others(blocks, here, total))
                 continue
             for step, tensors in blocks:
-                for met in _with_keys(mets, tensors):
+                for met in _with_keys(sent, tensors):
                     self._merge(total, queries, met, step)
         assert total is not None, "without a ring there is a pass, too"
         out[ring], lse[ring] = total
@@ -174,37 +130,51 @@ class DenseAttention:
         ring = slice(0, self.layout.ring_tokens)
         all_queries, they_travel = _Queries(q, dout, out, lse), self._queries_travel(q, keys)
         queries, dq_ring = all_queries.at(ring), None
+        whole = self._whole(keys, they_travel, learns=True)
+        several = they_travel or whole.gradients is not None
         for mets in self._passes(keys):
-            blocks = self._sent(_for_backward(queries) if they_travel else _keys_of(mets))
+            here = self._made_first(mets, whole)
+            sent = mets if they_travel else _sent_of(mets, here)
+            blocks = self._sent(_for_backward(queries) if they_travel else _keys_of(sent))
             if dq_ring is None:
-                dq, *dkeys = self._gradients(all_queries, keys, self._own, self.source)
+                dq, *dkeys = self._gradients(all_queries, whole.keys, self._own, whole.source)
+                if whole.gradients is not None:
+                    self._add([], whole, ALL, dkeys)
+                    dkeys = [torch.zeros_like(one, dtype=wide_type(one)) for one in keys]
                 if self.earlier is not None:
                     self.earlier.add_found(self._part, *dkeys)
                 dq_ring = accumulator(dq[ring])
                 # many additions want a wide sum, one does not
-                own = [accumulator(one[ring]) if they_travel else one[ring] for one in dkeys]
-            passing = [self._made(met, learns=True) for met in mets] if they_travel else mets
-            for met in passing:
+                own = [accumulator(one[ring]) if several else one[ring] for one in dkeys]
+            if they_travel:
+                here = [self._made(met, learns=True) for met in mets]
+            for met in here:
                 if met.group is not None:
                     rows, _, block = self._where(met, 0)
                     found = self._gradients(queries.at(rows), met.keys, block, met.source)
                     add_at(dq_ring, rows, found[0])
                     self._add(own, met, ALL, found[1:])
             if they_travel:
-                dq_ring += self._gradient_by_others(blocks, passing, own, dq_ring)
-                for met, made in zip(mets, passing, strict=True):
-                    if made.gradients is not None:
-                        dk, dv = (one.to(q.dtype) for one in made.gradients)
-                        self._add(own, met, ALL, self.source.gradients(dk, dv, met.keys[0]))
+                dq_ring += self._gradient_by_others(blocks, here, own, dq_ring)
             elif mets:
-                by_others = self._gradients_by_others(blocks, mets, queries, dq_ring)
-                for met in _with_keys(mets, by_others):
-                    self._add(own, met, ALL, met.keys)
+                by_others = self._gradients_by_others(blocks, sent, queries, dq_ring)
+                for met, made in zip(_with_keys(mets, by_others), here, strict=True):
+                    of_keys, of_made = self.source.returned(met.keys)
+                    self._add(own, met, ALL, of_keys)
+                    for total, gradient in zip(made.gradients or (), of_made, strict=True):
+                        total[:, : gradient.shape[1], : gradient.shape[2]] += gradient
+            for met, made in zip(mets, here, strict=True):
+                if made.gradients is not None and (they_travel or met.group is not None):
+                    self._add(own, met, ALL, self._taken_back(made.gradients, met.keys[0], q))
         assert dq_ring is not None, "without a ring there is a pass, too"
         dq[ring] = dq_ring
-        if they_travel:
+        if several:
             for gradient, total in zip(dkeys, own, strict=True):
                 gradient[ring] = total
+        if whole.gradients is not None:
+            taken_back = self._taken_back(whole.gradients, keys[0], q)
+            for gradient, total in zip(dkeys, taken_back, strict=True):
+                gradient += total
         for group in self._groups(LOCAL):
             rows, block = self._part.first_rows(LOCAL), self._part.block_of(group)
             found = self._gradients(all_queries.at(rows), group.keys, block, self.source)
@@ -250,6 +220,31 @@ class DenseAttention:
         yield [own] if first is None else [own, _Met(first.keys, first, self.source)]
         for group in groups:
             yield [_Met(group.keys, group, self.source)]
+
+    def _whole(self, keys: Keys, they_travel: bool, learns: bool = False) -> _Met:
+        """All keys of this rank, made where those of some heads travel so."""
+        met = _Met(keys, None, self.source)
+        if they_travel or not self.source.num_made or not self.layout.ring_slices:
+            return met
+        return self._made(met, learns)
+
+    def _made_first(self, mets: list[_Met], whole: _Met) -> list[_Met]:
+        """The same keys as `_whole` has its own."""
+        if whole.source is self.source:
+            return mets
+        ring, found = slice(0, self.layout.ring_tokens), []
+        for met in mets:
+            if met.group is not None:
+                found.append(self._made(met, learns=whole.gradients is not None))
+                continue
+            gradients = whole.gradients and _at(whole.gradients, ring)
+            found.append(whole._replace(keys=_at(whole.keys, ring), gradients=gradients))
+        return found
+
+    def _taken_back(self, gradients: Keys, first: torch.Tensor, q: torch.Tensor) -> Keys:
+        """Gradients of keys that were made, as those of what they were made of."""
+        dk, dv = (one.to(q.dtype) for one in gradients)
+        return self.source.gradients(dk, dv, first)
 
     def _made(self, met: _Met, learns: bool = False) -> _Met:
         """The same keys, made for all queries that will meet them here.
@@ -411,6 +406,14 @@ def _from_backward(tensors: Tensors) -> _Queries:
 
 def _keys_of(mets: list[_Met]) -> list[torch.Tensor]:
     return [one for met in mets for one in met.keys]
+
+
+def _sent_of(mets: list[_Met], made: list[_Met]) -> list[_Met]:
+    """The same as they travel."""
+    return [
+        met._replace(keys=met.source.sent(met.keys, here.keys), source=met.source.passing)
+        for met, here in zip(mets, made, strict=True)
+    ]
 
 
 def _with_keys(mets: list[_Met], tensors: Tensors) -> Iterator[_Met]:

@@ -108,8 +108,18 @@ class TokenLayout:
 
     @property
     def ring_lengths(self) -> tuple[int, ...]:
-        """Tokens of each of the ring's sequences, over all its members."""
+        """Tokens of each of the ring's sequences, over all its members and parts."""
+        return self.lengths_around
+
+    @property
+    def lengths_around(self) -> tuple[int, ...]:
+        """Tokens of each that the members hold here; in parts, of this one."""
         return tuple(tokens * self.degree for tokens in self.ring_slices)
+
+    @property
+    def earlier_in_ring(self) -> int:
+        """Tokens of the first of them that earlier parts hold, over all members."""
+        return 0
 
     @property
     def longest_in_ring(self) -> int:

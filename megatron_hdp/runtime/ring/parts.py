@@ -67,6 +67,11 @@ class PartLayout(TokenLayout):
         return tuple(tokens * len(self.ring) for tokens in self.whole_slices)
 
     @property
+    def earlier_in_ring(self) -> int:
+        """Tokens that earlier parts hold of what the ring continues, over all members."""
+        return self.earlier[RING].stop * len(self.ring) if RING in self.earlier else 0
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest whole sequence on this rank alone, over all parts."""
         return self.whole_longest

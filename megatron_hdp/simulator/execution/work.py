@@ -180,6 +180,7 @@ def _passes(
     found.forward_s[:, run], found.backward_s[:, run] = (np.outer(weights, one) for one in passes)
     found.own_s[work.members] = own
     found.ring_bytes[run] = work.ring_bytes * np.bincount(of, turns.sent, len(seconds))
+    found.ring_bytes[run] += work.made_bytes
     found.ring_bytes[run] *= np.where(runs_twice, 1 + _FORWARD, 1.0)
 
 

@@ -195,23 +195,30 @@ def test_what_travels_is_counted(run_ranks, tmp_path):
 
 
 def errors_of_both_in_a_step(cases):
-    """Body of a rank: errors, and how often the cost model let what travel."""
-    said = []
+    """Body of a rank: errors, how often the cost model let what travel, and what went around so."""
+    said, made = [], []
 
     def latent_in_turn(self, lengths, ring):
         said.append(sum(lengths) // 12 % 2 == 0)  # members of a ring agree
         return said[-1]
 
-    with mock.patch.object(RingWays, "latent_is_faster", latent_in_turn):
+    def half_made(self, lengths, earlier, ring):
+        made.append(sum(lengths) + earlier)
+        return 0.5
+
+    with (
+        mock.patch.object(RingWays, "latent_is_faster", latent_in_turn),
+        mock.patch.object(RingWays, "made_share", half_made),
+    ):
         errors = errors_of_kind(cases)
-    return errors, sum(said), len(said)
+    return errors, sum(said), len(said), made
 
 
 @pytest.mark.slow
 def test_rings_of_a_step_may_differ(run_ranks, tmp_path):
-    """Under auto the cost model is asked for each ring; gradients of both ways add up."""
+    """Under auto the cost model is asked for each ring; gradients of all ways add up."""
     _, *runs = CASES["mla-kv-yarn"].runs(tmp_path)
     runs = [(replace(arguments, hdp_mla_ring="auto"), plan) for arguments, plan in runs]
-    errors, latents, total = run_ranks(3, errors_of_both_in_a_step, runs)[0]
-    assert 0 < latents < total
+    errors, latents, total, made = run_ranks(3, errors_of_both_in_a_step, runs)[0]
+    assert 0 < latents < total and made
     assert max(errors) <= 1e-10, errors

@@ -19,6 +19,7 @@ from tests.support.ring_cases import gloo_comm, pieces_of_rank, relative_error, 
 HEADS, PLAIN, ROTATED, VALUE, RANK, SCALE = 3, 4, 2, 5, 7, 0.3
 CHUNKS, LOCAL = [5, 1, 4], [7, 1]
 CHUNKS_IN_PARTS = [3, 40]
+MADE_HEADS = (0, 1, 2)
 
 
 def weight():
@@ -48,7 +49,7 @@ def reference(q, latent, rotated, dout):
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
-def errors_and_bytes(ring):
+def errors_and_bytes(ring, made_heads=0):
     """Body of a rank: errors of (out, dq, dlatent, drotated), of the summed dweight; bytes sent."""
     comm, rank = gloo_comm(), dist.get_rank()
     degree, index = len(ring), ring.index(rank)
@@ -64,7 +65,7 @@ def errors_and_bytes(ring):
     slices = tuple(2 * chunk for chunk in CHUNKS) if degree > 1 else ()
     layout = TokenLayout(tuple(ring), index, slices, tuple(LOCAL))
     attend = LatentRing(PaddedKernel(CpuFlashKernel()))
-    out = attend(*inputs, layout, comm, SCALE)
+    out = attend(*inputs, layout, comm, SCALE, made_heads=made_heads)
     *found, dweight = (out.detach(), *torch.autograd.grad(out, inputs, dout))
     expected = [reference(*whole) for whole in wholes]
     errors = [
@@ -83,20 +84,30 @@ def errors_and_bytes(ring):
 def test_a_ring_of_latents_equals_full_attention(run_ranks, degree):
     ring = list(range(degree))[::-1]  # ring order is not rank order
     tokens = sum(2 * chunk for chunk in CHUNKS)
-    expected = 3 * (degree - 1) * tokens * (RANK + ROTATED) * 8
-    for errors, sent in run_ranks(degree, errors_and_bytes, ring):
-        assert max(errors) < 1e-13, errors
-        assert sent == expected
+    found = run_ranks(degree, of_several, [(errors_and_bytes, ring, made) for made in MADE_HEADS])
+    for of_rank in found:
+        for (errors, sent), made in zip(of_rank, MADE_HEADS, strict=True):
+            assert max(errors) < 1e-13, (made, errors)
+            values = RANK + ROTATED + made * (PLAIN + VALUE)
+            assert sent == 3 * (degree - 1) * tokens * values * 8
 
 
-def errors_in_parts(way, num_parts):
-    """Body of a rank: errors as above, in parts; tokens that keys and values were made of."""
+def of_several(calls):
+    """Body of a rank: what each of these calls returns."""
+    return [function(*arguments) for function, *arguments in calls]
+
+
+def errors_in_parts(way, num_parts, made_heads=0):
+    """Body of a rank: errors as above, in parts; tokens that keys and values were made of.
+
+    A head's, by all heads.
+    """
     comm, made = gloo_comm(), []
     degree, index = comm.group.size(), comm.group.rank()
 
-    def noting(self, latent, rotated):
-        made.append(latent.shape[0])
-        return MADE(self, latent, rotated)
+    def noting(self, latent, first_head):
+        made.append(latent.shape[0] * (HEADS - first_head))
+        return MADE(self, latent, first_head)
 
     lengths = [2 * degree * chunk for chunk in CHUNKS_IN_PARTS]
     wholes = [random_sequence(length, i) for i, length in enumerate(lengths)]
@@ -109,12 +120,12 @@ def errors_in_parts(way, num_parts):
     ran = []
     with (
         mock.patch.object(dense, "queries_travel", lambda *_: way == "queries"),
-        mock.patch.object(module._Projection, "keys_and_values", noting),
+        mock.patch.object(module._Projection, "project", noting),
     ):
         for layout, (_, rows) in zip(layouts, parts, strict=True):
             *given, dout = (torch.cat([wholes[i][one][of] for i, of in rows]) for one in range(4))
             inputs = [x.requires_grad_() for x in given]
-            out = attend(*inputs, projection, layout, comm, SCALE, keys)
+            out = attend(*inputs, projection, layout, comm, SCALE, keys, made_heads)
             ran.append((out, inputs, dout, rows))
         for out, _, dout, _ in ran[::-1]:
             out.backward(dout)
@@ -134,12 +145,14 @@ def errors_in_parts(way, num_parts):
 
 @pytest.mark.parametrize("degree", [2, 3])
 def test_parts_of_a_ring_of_latents_equal_full_attention(run_ranks, degree):
-    """Where queries travel, keys and values are made once for all that pass by."""
-    found = {way: run_ranks(degree, errors_in_parts, way, 4) for way in ("keys", "queries")}
-    for way, results in found.items():
-        assert max(error for error, _, _ in results) < 1e-13, way
-    for (_, by_keys, stay), (_, by_queries, _) in zip(*found.values(), strict=True):
+    """Where queries travel, keys and values are made once for all that pass by; so are heads'."""
+    ways = [("keys", 4), ("queries", 4), ("keys", 4, 2), ("queries", 4, 2)]
+    for of_rank in run_ranks(degree, of_several, [(errors_in_parts, *way) for way in ways]):
+        assert max(error for error, _, _ in of_rank) < 1e-13, of_rank
+        by_keys, by_queries, by_both, by_queries_again = (made for _, made, _ in of_rank)
+        stay = HEADS * of_rank[0][2]
         assert by_keys - by_queries >= 2 * (degree - 2) * stay + stay, (by_keys, by_queries, stay)
+        assert by_both < by_keys and by_queries_again == by_queries
 
 
 def learning_of_own_tokens(self, dk, dv, latent):
@@ -151,7 +164,7 @@ def learning_of_own_tokens(self, dk, dv, latent):
     return found
 
 
-GRADIENTS, MADE = module._Projection.gradients, module._Projection.keys_and_values
+GRADIENTS, MADE = module._Projection.gradients, module._Projection.project
 
 
 def with_a_fault(ring):
