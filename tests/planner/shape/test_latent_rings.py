@@ -6,6 +6,7 @@ from megatron_hdp.planner import CostModel
 from megatron_hdp.planner.shape import RingWays
 
 KV, LATENT = 81_920.0, 1_152.0  # of one layer, in BF16: 128 heads of 192 + 128, 512 + 64
+MADE = 65_536.0  # what of the former is no head's alone left out
 
 
 def ways(share=0.1, **others):
@@ -18,7 +19,11 @@ def ways(share=0.1, **others):
         **others,
     )
     return RingWays.of(
-        base, kv_bytes_per_token=KV, latent_bytes_per_token=LATENT, projection_share=share
+        base,
+        kv_bytes_per_token=KV,
+        latent_bytes_per_token=LATENT,
+        projection_share=share,
+        made_bytes_per_token=MADE,
     )
 
 
@@ -48,3 +53,20 @@ def test_members_of_a_ring_agree_whatever_their_order():
     assert made.latent_is_faster([9_000, 300], ring) == made.latent_is_faster(
         [9_000, 300], ring[::-1]
     )
+
+
+def test_as_many_heads_travel_made_as_a_hop_has_time_for():
+    """The bytes that attention hides at the network's speed, but for those of the latents."""
+    made, ring, tokens = ways(), list(range(8)), 8 * 4_096
+    costs = made.latent
+    hidden_s = costs.a * tokens**2 / 8 / 8 / 3  # a step's, forward
+    room = hidden_s * costs.inter_node_bytes_per_s - 4_096 * LATENT
+    share = made.made_share([tokens], 0, ring)
+    assert 0 < share < 1 and share == pytest.approx(room / (4_096 * MADE))
+    assert made.made_share([tokens // 100], 0, ring) == 0.0
+    assert made.made_share([100 * tokens], 0, ring) == 1.0
+    # a part: its queries see all keys before, which go around as well
+    part = made.made_share([tokens], tokens, ring)
+    seen = costs.a * 3 * tokens**2 / 8 / 8 / 3
+    room = seen * costs.inter_node_bytes_per_s - 2 * 4_096 * LATENT
+    assert part == pytest.approx(min(1.0, room / (2 * 4_096 * MADE)))

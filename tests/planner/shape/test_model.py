@@ -121,6 +121,9 @@ def test_the_two_ways_of_its_rings():
     assert ways.latent.kv_bytes_per_token == 2 * 576 * 2 * 8
     share = DEEPSEEK_V3.latent_matrices / layer.dense_matrices
     assert ways.latent.merge_b == pytest.approx(4 * LLAMA_7B.b * share / 3)
+    assert ways.latent.made_bytes_per_token == 2 * 128 * (128 + 128) * 2
+    alone = ring_ways(model, LLAMA_7B, value_bytes=2, tensor_ranks=8, some_made=False)
+    assert alone.latent == replace(ways.latent, made_bytes_per_token=0.0)
 
 
 def with_windows(model: ModelShape, window: int, every: int, **changes: object) -> ModelShape:

@@ -351,8 +351,8 @@ def test_the_latent_travels_in_rings_alone():
     attend = by_latent("latent")
     assert ", rings of latents" in attend.name
     assert attend.latent_travels(RING) and not attend.latent_travels(ALONE)
-    attend.decide_by(lambda _: False)
-    assert attend.latent_travels(RING)  # it was asked for
+    attend.decide_by(lambda _: False, lambda _: 1.0)
+    assert attend.latent_travels(RING) and attend.made_heads(RING, 4) == 0  # it was asked for
     assert not isinstance(by_latent("kv"), AttentionByLatent)
 
 
@@ -360,8 +360,11 @@ def test_the_cost_model_decides_where_it_is_asked():
     attend = by_latent("auto")
     assert ", rings of either" in attend.name
     assert not attend.latent_travels(RING)
-    attend.decide_by(lambda layout: layout.degree == 2)
+    shares = iter([0.0, 0.49, 0.5, 1.0])
+    attend.decide_by(lambda layout: layout.degree == 2, lambda layout: next(shares))
     assert attend.latent_travels(RING)
+    assert [attend.made_heads(RING, 4) for _ in range(4)] == [0, 1, 2, 3]
+    assert attend.made_heads(ALONE, 4) == 0
 
 
 def test_a_library_with_a_ring_of_its_own_gets_ours_beside_it(monkeypatch):

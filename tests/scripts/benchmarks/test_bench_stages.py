@@ -18,7 +18,11 @@ class Planning:
 
     def plan(self, batch):
         return plan(
-            list(map(len, batch)), ranks=1, tokens_per_rank=4096, pipeline_stages=4, sequence_parts=8
+            list(map(len, batch)),
+            ranks=1,
+            tokens_per_rank=4096,
+            pipeline_stages=4,
+            sequence_parts=8,
         )
 
 
@@ -37,8 +41,10 @@ def test_a_small_run():
     flags = "--stages 2 --layers 2 --hidden 64 --long 512 --short 32 --shorts 2 --steps 1 --parts 4"
     done = run_script(SCRIPT, *flags.split(), timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^\| (whole|parts) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", done.stdout, re.M)
+    rows = re.findall(
+        r"^\| (whole|parts) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", done.stdout, re.M
+    )
     assert [row[0] for row in rows] == ["whole", "parts"]
-    assert all(0 < float(cell) for row in rows for cell in row[1:3])
+    assert all(float(cell) > 0 for row in rows for cell in row[1:3])
     (apart,) = re.findall(r"difference of the loss: (\S+)", done.stdout)
     assert float(apart) < 1e-6
