@@ -218,7 +218,7 @@ void outline_round(const Seating& seating, const std::vector<std::size_t>& lanes
 }  // namespace
 
 Seating seat(const Problem& problem, const std::vector<LongSequence>& sequences,
-             const Dealing& dealing) {
+             const DealingRule& dealing) {
   Seater seater(problem);
   RoundMaker maker(problem, sequences);
   double last_s = 0;

@@ -30,7 +30,7 @@ struct Seating {
 };
 
 // How the long sequences are dealt into rounds. Times are in seconds.
-struct Dealing {
+struct DealingRule {
   double level_s = 0;  // of a round, if degrees allow it
   double grade = 0;    // a round takes at least this part of the time of the one before
   double most_s = 0;   // a rank with so much to do takes part in no more rounds if others suffice
@@ -41,7 +41,7 @@ struct Dealing {
 // in whole nodes where that is possible. Slow ranks get no rings if others suffice. Lanes are
 // ranks.
 Seating seat(const Problem& problem, const std::vector<LongSequence>& sequences,
-             const Dealing& dealing);
+             const DealingRule& dealing);
 
 // Every sequence on all ranks, a round each.
 Seating seat_on_all(const Problem& problem, const std::vector<LongSequence>& sequences);
