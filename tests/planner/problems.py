@@ -84,8 +84,6 @@ COST_MODELS = {
         merge_b=3e-3,
         projection_b=2e-3,
         made_bytes_per_token=40.0,
-        double_rings=True,
-        **_HOPS,
     ),
     "wide nodes": _model(1e-4, 1e-4, links=(3e3, 1e3), node=4, double_rings=True),
     "fast host": _model(

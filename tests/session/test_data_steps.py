@@ -59,7 +59,7 @@ def losses_of(arguments, path, num_steps):
         batch = steps.step()
         batch = replace(batch, tokens=[one % VOCABULARY for one in batch.tokens])
         report = session.step(batch)
-        decoded = [i for i, one in enumerate(batch.media) if "pixels" in vars(one.data)]
+        decoded = [i for i, one in enumerate(batch.media) if one.data.found is not None]
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, decoded)
         found.append((report.loss, encoder.matrix.grad.numpy().copy(), of_ranks, len(batch.media)))
