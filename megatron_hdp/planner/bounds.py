@@ -127,22 +127,19 @@ def made_share(
 
 
 def spared_s(
+    share: ArrayLike,
     degrees: Float64Array,
     tokens: ArrayLike,
-    attention: Float64Array,
-    hop: ArrayLike,
     links: "Links",
     cost_model: CostModel,
 ) -> Float64Array:
-    """Seconds that a member is spared by heads whose keys and values travel made.
+    """Seconds that a member is spared by heads whose keys and values travel made (`made_share`).
 
-    Their projections, less what a double ring exposes of their gradients' last hop. The arguments
-    are those of `made_share`.
+    Their projections, less what a double ring exposes of their gradients' last hop.
     """
-    share = made_share(degrees, tokens, attention, hop, links, cost_model)
     of_hops = cost_model.projection_b * (degrees - 1)
     of_hops = of_hops - cost_model.made_bytes_per_token * links.home_s_per_byte
-    spared: Float64Array = share * of_hops * np.asarray(tokens) / degrees
+    spared: Float64Array = np.asarray(share) * of_hops * np.asarray(tokens) / degrees
     return spared
 
 
@@ -281,7 +278,8 @@ def own_times_s(
     attention = attention_s(tokens, cost_model) / degrees
     compute = attention + cost_model.linear_s_per_token * tokens / degrees
     compute += merge_s(degrees, tokens / degrees, cost_model)
-    compute -= spared_s(degrees, tokens, attention, hop, links, cost_model)
+    share = made_share(degrees, tokens, attention, hop, links, cost_model)
+    compute -= spared_s(share, degrees, tokens, links, cost_model)
     exposed = exposed_s(degrees, transfer, num_parts * hop, attention / speeds)
     again = cost_model.g + degrees * block_s(cost_model, pipeline_stages)
     fixed = fixed_s(degrees, cost_model, pipeline_stages) + (num_parts - 1) * again

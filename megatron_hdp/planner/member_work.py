@@ -154,9 +154,10 @@ def _projected(
                 seconds[i] += cost_model.projection_b * again
                 continue
             around, hiding = tokens + earlier, attention[i] * seen / max(squares, 1.0)
-            how = degrees[i], around, hiding, hops_s[i], of_ring, cost_model
-            seconds[i] += cost_model.projection_b * earlier - float(spared_s(*how))
-            sent[i] += 3 * others * around * float(made_share(*how))
+            share = made_share(degrees[i], around, hiding, hops_s[i], of_ring, cost_model)
+            spared = spared_s(share, degrees[i], around, of_ring, cost_model)
+            seconds[i] += cost_model.projection_b * earlier - float(spared)
+            sent[i] += 3 * others * around * float(share)
     return seconds, sent * cost_model.made_bytes_per_token
 
 

@@ -114,6 +114,7 @@ def _ring_s(cost_model: CostModel, lengths: Sequence[int], ring: Sequence[int]) 
     attention = attention_s(np.array(lengths, dtype=np.int64), cost_model).sum() / degrees
     hop = cost_model.num_layers * links.hop_s
     exposed = exposed_s(degrees, transfer, hop, attention)
-    exposed -= spared_s(degrees, tokens, attention, hop, links, cost_model)
+    share = made_share(degrees, tokens, attention, hop, links, cost_model)
+    exposed -= spared_s(share, degrees, tokens, links, cost_model)
     exposed += tokens / degrees * cost_model.kv_bytes_per_token * links.home_s_per_byte
     return float((exposed + merge_s(degrees, tokens / degrees, cost_model))[0])
