@@ -131,8 +131,8 @@ class Encoder:
     is_rms: bool = False
     """Whether norms are those by the root of the mean square, made of single operations."""
     attended: int = 5
-    """Of a patch's state, how many times as many backward needs of attention: queries, keys,
-    values, what comes of them, and once more where that is put in another order."""
+    """How many times a patch's state backward needs in attention. Queries, keys, values, what comes
+    of them, and once more where that is put in another order."""
     activations: int = 2
     """Of a patch's numbers inside of an MLP, how many times as many backward needs."""
     has_class_token: bool = False
