@@ -476,7 +476,6 @@ _SHORT = {  # each is of a subject, or of a process, of its own
     "megatron_hdp.data.tokenizers.byte_tokenizer",
     "megatron_hdp.data_plane.hooks",
     "megatron_hdp.media.extension",
-    "megatron_hdp.megatron.options.media_checks",
     "megatron_hdp.runtime.epochs.sockets",
 }
 

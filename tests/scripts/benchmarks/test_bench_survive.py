@@ -24,4 +24,4 @@ def test_a_small_run():
     assert all(0 < shares[part] < 50 for part in parts if part != "listens"), done.stdout
     (everything,) = re.findall(r"^all of it +([\d.]+)% ", done.stdout, re.MULTILINE)
     assert max(shares.values()) <= float(everything) <= sum(shares.values()) + 0.02
-    assert len(re.findall(r"^in turns .*%, .*% to .*%$", done.stdout, re.MULTILINE)) == 2
+    assert len(re.findall(r"^in turns.*% with copies, .*% to .*%$", done.stdout, re.MULTILINE)) == 2
