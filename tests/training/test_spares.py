@@ -65,11 +65,12 @@ def tells_known_speeds(member):
 def test_known_speeds_stay_those_of_their_gpus(run_ranks, tmp_path):
     path = tmp_path / "speeds"
     path.write_text("0.9\n0.7\n0.5\n")
-    arguments = surviving(tmp_path, hdp_rank_speeds=path)
+    longer = {"train_iters": 30, "lr_decay_iters": 30}  # on a busy machine a spare comes late
+    arguments = surviving(tmp_path, hdp_rank_speeds=path, **longer)
     faults = {0: BEFORE_THE_VOTE, 1: tells_known_speeds}
     job = SurvivingJob(arguments, 3, tmp_path, faults, spares=1)
     require_survived(job, job.run())
-    require_same_steps(job, reference(run_ranks, tmp_path))
+    require_same_steps(job, reference(run_ranks, tmp_path, **longer), within=1e-9)
     printed = job.printed()["member-1"].splitlines()
     told = [line for line in printed if line.startswith("speeds")]
     assert (told[0], told[-1]) == ("speeds (0.9, 0.7, 0.5)", "speeds (0.7, 0.5, 1.0)")
