@@ -233,19 +233,18 @@ class _Overlay:
             )
 
 
+def _lane_of(kind: str) -> str:
+    if kind in _COMPUTES or kind == ENCODER:
+        return COMPUTE
+    return kind if kind in LANES else RECOVERY
+
+
 def span_event(
     span: Span, details: MicroBatchDetails | None, place: RankPlace, process: int, shift_s: float
 ) -> Event:
     """The bar of a span; without details where the plan is not known any more."""
     computes = span.kind in _COMPUTES
-    lane = (
-        COMPUTE
-        if computes or span.kind == ENCODER
-        else span.kind
-        if span.kind in LANES
-        else RECOVERY
-    )
-    thread = thread_of(process, lane, span.chunk if computes else 0)
+    thread = thread_of(process, _lane_of(span.kind), span.chunk if computes else 0)
     name, about = span.kind, {}
     if computes:
         name = f"{span.kind}, padding"

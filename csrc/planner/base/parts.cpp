@@ -101,15 +101,16 @@ double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num
   return seconds;
 }
 
-double made_again_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
-                    double attention_s, Links links) {
-  if (cost.projection_b == 0 || degree == 1 || sizes.size() < 2) return 0;
+double made_again_s(const CostModel& cost, int64_t degree, double tokens,
+                    const std::vector<PartSize>& sizes, double attention_s, Links links) {
+  if (cost.projection_b == 0 || degree == 1) return 0;
+  if (sizes.size() < 2) return -spared_s(cost, degree, tokens, attention_s, links);
   const auto d = static_cast<double>(degree);
   double made = 0;
-  double tokens = 0;
   double squares = 0;
+  double all = 0;
   for (const PartSize& size : sizes) {
-    tokens += size.tokens;
+    all += size.tokens;
     squares += size.squares;
   }
   double spared = 0;
@@ -122,7 +123,7 @@ double made_again_s(const CostModel& cost, int64_t degree, const std::vector<Par
     spared += spared_s(cost, degree, size.tokens + size.earlier,
                        attention_s * (size.squares / squares), links);
   }
-  return cost.projection_b * (made - tokens * (d - 1) / d) - spared;
+  return cost.projection_b * (made - all * (d - 1) / d) - spared;
 }
 
 double ring_s(const CostModel& cost, int64_t length, int64_t degree,
@@ -135,7 +136,7 @@ double ring_s(const CostModel& cost, int64_t length, int64_t degree,
   }
   const auto d = static_cast<double>(degree);
   const double attention = attention_s(cost, length) / d;
-  const double made = made_again_s(cost, degree, sizes, attention, links);
+  const double made = made_again_s(cost, degree, tokens, sizes, attention, links);
   return (compute_s(cost, length) / d + merge_s(cost, degree, tokens) + fixed + made) / speed +
          exposed_s(cost, degree, sizes, attention / speed, links);
 }
@@ -145,8 +146,7 @@ double recomputed_ring_s(const CostModel& cost, int64_t length, int64_t degree,
   const auto d = static_cast<double>(degree);
   const auto tokens = static_cast<double>(length);
   const double attention = attention_s(cost, length) / d;
-  const double made = sizes.size() < 2 ? -spared_s(cost, degree, tokens, attention, links)
-                                       : made_again_s(cost, degree, sizes, attention, links);
+  const double made = made_again_s(cost, degree, tokens, sizes, attention, links);
   const double computed = compute_s(cost, length) / d + merge_s(cost, degree, tokens) +
                           fixed_s(cost, degree, tokens, static_cast<int64_t>(sizes.size())) + made;
   const double exposed = exposed_s(cost, degree, sizes, attention / speed, links, 2);

@@ -58,9 +58,10 @@ double fixed_s(const CostModel& cost, int64_t degree, double tokens, int64_t num
 
 // What making keys and values of latents takes a member of a ring more than if its micro-batch ran
 // whole: those of earlier parts for each part; where queries travel, once each and on one member.
-// Less what it is spared: `attention_s` is that of a member of speed 1, all parts.
-double made_again_s(const CostModel& cost, int64_t degree, const std::vector<PartSize>& sizes,
-                    double attention_s, Links links);
+// Less what it is spared: `attention_s` is that of a member of speed 1, all parts. A micro-batch of
+// so many tokens runs whole where it has less than two sizes.
+double made_again_s(const CostModel& cost, int64_t degree, double tokens,
+                    const std::vector<PartSize>& sizes, double attention_s, Links links);
 
 // ring_s and fixed_s, on ranks of this speed, of one sequence that has a ring to itself and runs in
 // parts of these sizes, or whole where there is one.

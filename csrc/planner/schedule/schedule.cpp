@@ -62,11 +62,10 @@ class RingTime {
         sizes_.empty()
             ? exposed_s(problem_.cost, degree(), sum_.tokens, attention, links_, num_forwards_)
             : exposed_s(problem_.cost, degree(), sizes_, attention, links_, num_forwards_);
-    const double overhead = fixed_s(problem_.cost, degree(), sum_.tokens, num_parts_) +
-                            merge_s(problem_.cost, degree(), sum_.tokens) +
-                            (sizes_.empty()
-                                 ? -spared_s(problem_.cost, degree(), sum_.tokens, shared, links_)
-                                 : made_again_s(problem_.cost, degree(), sizes_, shared, links_));
+    const double overhead =
+        fixed_s(problem_.cost, degree(), sum_.tokens, num_parts_) +
+        merge_s(problem_.cost, degree(), sum_.tokens) +
+        made_again_s(problem_.cost, degree(), sum_.tokens, sizes_, shared, links_);
     const double computed = (sum_.compute_s / d + local_s + overhead) / speed;
     return (num_forwards_ == 2 ? kComputedTwice * computed : computed) + exposed;
   }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,9 @@ def are_alone(args: argparse.Namespace) -> bool:
     return args.lora_rank is not None and args.pretrained_checkpoint is not None
 
 
-@contextmanager
-def alone(chunks: Sequence[Any]) -> Iterator[None]:
-    """Within the block parts of a model give and take adapters alone; see `some_weights`."""
-    with some_weights(chunks, is_adapter):
-        yield
+def alone(chunks: Sequence[Any]) -> AbstractContextManager[None]:
+    """Within it parts of a model give and take adapters alone; see `some_weights`."""
+    return some_weights(chunks, is_adapter)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.layout import Rows, TokenLayout
 from megatron_hdp.runtime.ring.message import Adding, Finding, Found, Passing, Tensors
 from megatron_hdp.runtime.ring.parts import LOCAL, RING, EarlierKeys, Group, PartLayout
-from megatron_hdp.runtime.ring.source import Keys, PlainKeys, Source
+from megatron_hdp.runtime.ring.source import Keys, Maker, PlainKeys, Source
 from megatron_hdp.runtime.ring.travelling import (
     ALL,
     accumulator,
@@ -47,7 +47,7 @@ class _Met(NamedTuple):
     keys: Keys
     group: Group | None
     """None: of the part itself."""
-    source: Source
+    source: Maker
     """Of `keys`."""
     gradients: Keys | None = None
     """In backward, of keys that were made once: what all queries find for them is added up."""
@@ -90,7 +90,7 @@ class DenseAttention:
         total: tuple[torch.Tensor, torch.Tensor] | None = None
         for mets in self._passes(keys):
             here = self._made_first(mets, whole)
-            sent = mets if they_travel else _sent_of(mets, here)
+            sent = mets if they_travel else self._as_sent(mets, here)
             blocks = self._sent([queries] if they_travel else _keys_of(sent))
             if total is None:
                 out, lse = self._output(q, whole.keys, self._own, whole.source)
@@ -134,7 +134,7 @@ class DenseAttention:
         several = they_travel or whole.gradients is not None
         for mets in self._passes(keys):
             here = self._made_first(mets, whole)
-            sent = mets if they_travel else _sent_of(mets, here)
+            sent = mets if they_travel else self._as_sent(mets, here)
             blocks = self._sent(_for_backward(queries) if they_travel else _keys_of(sent))
             if dq_ring is None:
                 dq, *dkeys = self._gradients(all_queries, whole.keys, self._own, whole.source)
@@ -241,6 +241,13 @@ class DenseAttention:
             found.append(whole._replace(keys=_at(whole.keys, ring), gradients=gradients))
         return found
 
+    def _as_sent(self, mets: list[_Met], made: list[_Met]) -> list[_Met]:
+        """The same as they travel."""
+        return [
+            met._replace(keys=self.source.sent(met.keys, one.keys), source=self.source.passing)
+            for met, one in zip(mets, made, strict=True)
+        ]
+
     def _taken_back(self, gradients: Keys, first: torch.Tensor, q: torch.Tensor) -> Keys:
         """Gradients of keys that were made, as those of what they were made of."""
         dk, dv = (one.to(q.dtype) for one in gradients)
@@ -285,7 +292,7 @@ class DenseAttention:
         return block_at(self.layout, *((there, here) if of_others else (here, there)))
 
     def _output(
-        self, q: torch.Tensor, keys: Keys, block: Block, source: Source
+        self, q: torch.Tensor, keys: Keys, block: Block, source: Maker
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = source.keys_and_values(*keys)
         return self.kernel.forward(q, k, v, block, self.scale)
@@ -315,7 +322,7 @@ class DenseAttention:
         return self._by_others(blocks, outputs_of(like), find, like)
 
     def _gradients(
-        self, of: _Queries, keys: Keys, block: Block, source: Source
+        self, of: _Queries, keys: Keys, block: Block, source: Maker
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         k, v = source.keys_and_values(*keys)
         whole = Forward(of.q, k, v, of.out, of.lse)
@@ -406,14 +413,6 @@ def _from_backward(tensors: Tensors) -> _Queries:
 
 def _keys_of(mets: list[_Met]) -> list[torch.Tensor]:
     return [one for met in mets for one in met.keys]
-
-
-def _sent_of(mets: list[_Met], made: list[_Met]) -> list[_Met]:
-    """The same as they travel."""
-    return [
-        met._replace(keys=met.source.sent(met.keys, here.keys), source=met.source.passing)
-        for met, here in zip(mets, made, strict=True)
-    ]
 
 
 def _with_keys(mets: list[_Met], tensors: Tensors) -> Iterator[_Met]:

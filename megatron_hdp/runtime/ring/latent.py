@@ -22,7 +22,7 @@ from megatron_hdp.runtime.ring.comm import RingComm
 from megatron_hdp.runtime.ring.dense import DenseAttention
 from megatron_hdp.runtime.ring.layout import TokenLayout
 from megatron_hdp.runtime.ring.parts import EarlierKeys
-from megatron_hdp.runtime.ring.source import Keys, Source
+from megatron_hdp.runtime.ring.source import Keys, Maker
 
 
 class LatentRing:
@@ -133,7 +133,7 @@ class _Projection:
         self.dweight = torch.zeros_like(weight, dtype=self.wide) if learns else None
 
     @property
-    def passing(self) -> Source:
+    def passing(self) -> Maker:
         """See `Source`."""
         return _Passing(self) if self.num_made else self
 
@@ -191,9 +191,13 @@ class _Projection:
             dv: ``[t, heads, v]``.
             latent: whose keys and values these are the gradients of.
         """
+        dboth, drotated = self.together(dk, dv)
+        return self.take_back(dboth, latent, 0), drotated
+
+    def together(self, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of what `project` gives of all heads, and of the rotated part ``[t, p]``."""
         plain, turned = dk.tensor_split((self.num_plain,), -1)
-        dlatent = self.take_back(torch.cat((plain, dv), -1), latent, 0)
-        return dlatent, turned.to(self.wide).sum(1)
+        return torch.cat((plain, dv), -1), turned.to(self.wide).sum(1)
 
     def take_back(self, dboth: torch.Tensor, latent: torch.Tensor, first_head: int) -> torch.Tensor:
         """The latent's gradient by what `project` gives; the weight's is added up."""
@@ -203,25 +207,25 @@ class _Projection:
         return (flat @ self.weight[rows:]).to(self.wide)
 
 
-class _Passing(_Projection):
-    """The same of latents that pass by with keys and values of the first heads."""
+class _Passing:
+    """Keys and values of latents that pass by with those of the first heads, made."""
 
-    def __init__(self, of: _Projection) -> None:
-        vars(self).update(vars(of))
+    def __init__(self, projection: _Projection) -> None:
+        self._projection, self._num_made = projection, projection.num_made
 
     def keys_and_values(
-        self, latent: torch.Tensor, rotated: torch.Tensor
+        self, latent: torch.Tensor, beside: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `_Projection`; `rotated` is what `sent` gives."""
-        shared, made = self.apart(rotated)
-        return self.with_rotated(torch.cat((made, self.project(latent, self.num_made)), 1), shared)
+        """See `_Projection`; of what `sent` gives."""
+        rotated, made = self._projection.apart(beside)
+        both = torch.cat((made, self._projection.project(latent, self._num_made)), 1)
+        return self._projection.with_rotated(both, rotated)
 
     def gradients(
         self, dk: torch.Tensor, dv: torch.Tensor, latent: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of what `sent` gives."""
-        plain, turned = dk.tensor_split((self.num_plain,), -1)
-        dboth = torch.cat((plain, dv), -1)
-        dmade = dboth[:, : self.num_made].flatten(1).to(self.wide)
-        dlatent = self.take_back(dboth[:, self.num_made :], latent, self.num_made)
-        return dlatent, torch.cat((turned.to(self.wide).sum(1), dmade), -1)
+        dboth, drotated = self._projection.together(dk, dv)
+        dmade, drest = dboth.tensor_split((self._num_made,), 1)
+        dlatent = self._projection.take_back(drest, latent, self._num_made)
+        return dlatent, torch.cat((drotated, dmade.flatten(1).to(drotated.dtype)), -1)

@@ -10,8 +10,24 @@ Keys: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, or what they are made of, ``[t, ...]`` each."""
 
 
-class Source(Protocol):
-    """How keys and values are made of what travels."""
+class Maker(Protocol):
+    """Makes keys and values of two tensors, and takes their gradients back."""
+
+    def keys_and_values(
+        self, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[t, kv_heads, ...]`` each."""
+        ...
+
+    def gradients(
+        self, dk: torch.Tensor, dv: torch.Tensor, first: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of what `keys_and_values` took; `first` is the first of that."""
+        ...
+
+
+class Source(Maker, Protocol):
+    """What a rank's own keys and values are made of, and how they travel."""
 
     is_plain: bool
     """Whether nothing must be made."""
@@ -19,7 +35,7 @@ class Source(Protocol):
     """Heads whose keys and values are made by their owner and travel beside the rest."""
 
     @property
-    def passing(self) -> Source:
+    def passing(self) -> Maker:
         """How they are made of what `sent` gives."""
         ...
 
@@ -35,18 +51,6 @@ class Source(Protocol):
         """Size of a value's head."""
         ...
 
-    def keys_and_values(
-        self, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[t, kv_heads, ...]`` each."""
-        ...
-
-    def gradients(
-        self, dk: torch.Tensor, dv: torch.Tensor, first: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of what `keys_and_values` took; `first` is the first of that."""
-        ...
-
 
 class PlainKeys:
     """Keys and values themselves."""
@@ -55,7 +59,7 @@ class PlainKeys:
     num_made = 0
 
     @property
-    def passing(self) -> Source:
+    def passing(self) -> Maker:
         """See `Source`."""
         return self
 
