@@ -21,7 +21,8 @@ from megatron_hdp.launching.coordinator import Coordinator
 from megatron_hdp.launching.node_ranks import Ended, NodeRanks
 from megatron_hdp.launching.other_nodes import OtherNode, OtherNodes
 from megatron_hdp.launching.plan import GRACE_S, LOOK_S, SIGNALS, STOPPED_S, LaunchPlan, say
-from megatron_hdp.launching.wire import Arrival
+from megatron_hdp.launching.waking import Sleep
+from megatron_hdp.launching.wire import BEATS, Arrival
 from megatron_hdp.runtime.epochs import keys
 
 _STORE_S = 300.0
@@ -43,13 +44,10 @@ class Agent:
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
+        timeout = timedelta(seconds=_STORE_S)
         try:
             self._store = dist.TCPStore(
-                _LOCAL,
-                plan.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=_STORE_S),
+                _LOCAL, plan.port, is_master=True, wait_for_workers=False, timeout=timeout
             )
         except dist.DistNetworkError as error:
             reason = str(error).splitlines()[0]
@@ -57,6 +55,9 @@ class Agent:
                 f"found that port {plan.port} cannot be listened at ({reason}), expected a free "
                 "one: give another --rdzv-endpoint"
             ) from error
+        self._ear = dist.TCPStore(_LOCAL, self._store.port, is_master=False, timeout=timeout)
+        is_one_node = plan.num_nodes == 1
+        self._sleep = Sleep(LOOK_S if is_one_node else min(LOOK_S, plan.node_timeout_s / BEATS / 2))
         world_size = plan.num_nodes * plan.num_ranks
         self._environment = {
             "WORLD_SIZE": str(world_size),
@@ -64,7 +65,7 @@ class Agent:
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_RUN_ID": uuid.uuid4().hex[:8],
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            keys.NODE_TIMEOUT: str(plan.node_timeout_s if plan.num_nodes > 1 else 0),
+            keys.NODE_TIMEOUT: str(0 if is_one_node else plan.node_timeout_s),
         }
         self._ranks = NodeRanks(plan.command, plan.num_slots, plan.environment())
         arrival = Arrival(keys.own_host(), plan.num_nodes, plan.num_ranks, plan.num_spares)
@@ -79,19 +80,21 @@ class Agent:
         """Starts the ranks and returns the job's exit code once they have ended."""
         before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
         code: int = ExitCode.FAILED
-        try:
-            code = self._wait_for_nodes()
-            if not code:
-                for rank in range(self._plan.num_nodes * self._plan.num_ranks):
-                    node, slot = divmod(rank, self._plan.num_ranks)
-                    self._start(rank, node, slot, {"RANK": str(rank)})
-                code = self._watch()
-            return code
-        finally:
-            self._end(code)
-            say(f"the job ends with exit code {int(code)}")
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with self._sleep:
+            self._sleep.heed(self._store, self._ear)
+            try:
+                code = self._wait_for_nodes()
+                if not code:
+                    for rank in range(self._plan.num_nodes * self._plan.num_ranks):
+                        node, slot = divmod(rank, self._plan.num_ranks)
+                        self._start(rank, node, slot, {"RANK": str(rank)})
+                    code = self._watch()
+                return code
+            finally:
+                self._end(code)
+                say(f"the job ends with exit code {int(code)}")
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
     def _wait_for_nodes(self) -> int:
         """Returns an exit code if the job does not begin, else 0."""
@@ -111,7 +114,7 @@ class Agent:
                     f"s, expected {self._plan.num_nodes} nodes: start megatron-hdp launch on each"
                 )
                 return ExitCode.BLAMES_ANOTHER
-            time.sleep(LOOK_S)
+            self._sleep()
 
     def _watch(self) -> int:
         coordinator = self._coordinator
@@ -148,7 +151,7 @@ class Agent:
                     self._kill(member)
                 self._let_go()
                 self._replace()
-            time.sleep(LOOK_S)
+            self._sleep()
 
     def _ended(self) -> Iterator[Ended]:
         """Processes of all nodes that have ended; those of a lost node all at once."""
@@ -253,7 +256,7 @@ class Agent:
             self._others.look()
             if all(node.has_left for node in self._others.present.values()):
                 return
-            time.sleep(LOOK_S)
+            self._sleep()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_end = number

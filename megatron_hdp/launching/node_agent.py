@@ -23,6 +23,7 @@ from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.launching import wire
 from megatron_hdp.launching.node_ranks import NodeRanks
 from megatron_hdp.launching.plan import GRACE_S, LOOK_S, SIGNALS, STOPPED_S, LaunchPlan, say
+from megatron_hdp.launching.waking import Sleep
 from megatron_hdp.launching.wire import Arrival, Order, Told
 from megatron_hdp.runtime.epochs import keys
 
@@ -30,7 +31,6 @@ _LISTEN = timedelta(days=1)  # the store prints a line each time that it is over
 _TRY_S = 0.2
 _CONNECT_S = 2.0
 _STORE_S = 60.0
-_WATCH_S = 0.05
 _KILLED_S = 5.0
 _LAST_S = 2.0
 _GONE = "the first node's agent cannot be reached"
@@ -47,6 +47,7 @@ class NodeAgent:
         self._plan = plan
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._sleep = Sleep(LOOK_S)
         self._survives = False
         self._ends = threading.Event()
         self._fencing = threading.Lock()
@@ -56,25 +57,29 @@ class NodeAgent:
 
     def run(self) -> int:
         """Does what it is told, and returns the job's exit code once that has ended."""
-        plan = self._plan
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
         try:
-            if not self._is_found():
-                return ExitCode.BLAMES_ANOTHER if self._signals.empty() else ExitCode.INTERRUPTED
-            self._ranks = NodeRanks(plan.command, plan.num_slots, plan.environment())
-            try:
-                self._arrive()
-                return self._obey()
-            except dist.DistError:
-                return self._is_fenced(_GONE)
-            finally:
-                self._ends.set()
-                self._ranks.end(GRACE_S)
-                for thread in self._threads:  # one that the store lets go while Python ends aborts
-                    thread.join(_LAST_S)
+            with self._sleep:
+                return self._take_part()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _take_part(self) -> int:
+        plan = self._plan
+        if not self._is_found():
+            return ExitCode.BLAMES_ANOTHER if self._signals.empty() else ExitCode.INTERRUPTED
+        self._ranks = NodeRanks(plan.command, plan.num_slots, plan.environment())
+        try:
+            self._arrive()
+            return self._obey()
+        except dist.DistError:
+            return self._is_fenced(_GONE)
+        finally:
+            self._ends.set()
+            self._ranks.end(GRACE_S)
+            for thread in self._threads:  # one that the store lets go while Python ends aborts
+                thread.join(_LAST_S)
 
     def _is_found(self) -> bool:
         """Waits for the first node's agent."""
@@ -102,7 +107,7 @@ class NodeAgent:
         self._turn = self._store.add(wire.turns(plan.node_rank), 1)
         arrival = Arrival(keys.own_host(), plan.num_nodes, plan.num_ranks, plan.num_spares)
         self._store.set(wire.arrival(plan.node_rank, self._turn), arrival.to_json())
-        self._store.add(wire.BELL, 1)
+        wire.ring(self._store)
         self._renewed_at = time.monotonic()
         for work, arguments in (
             (self._beat, (self._connect(),)),
@@ -137,7 +142,7 @@ class NodeAgent:
                     say(f"member {member} was stopped for {STOPPED_S:.0f} s: it is given up")
             for ended in self._ranks.ended():
                 self._tell(Told("ended", ended.member, ended.code))
-            time.sleep(LOOK_S)
+            self._sleep()
 
     def _do(self, order: Order) -> None:
         if order.what == "start":
@@ -154,7 +159,7 @@ class NodeAgent:
             return  # what ends by that is no news
         key = wire.told(self._plan.node_rank, self._turn, self._num_told)
         self._store.set(key, told.to_json())
-        self._store.add(wire.BELL, 1)
+        wire.ring(self._store)
         self._num_told += 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -185,14 +190,17 @@ class NodeAgent:
             except dist.DistError:
                 continue  # no order
             self._orders.put(order)
+            self._sleep.end()
             if order.what in wire.LAST:
                 return
             number += 1
 
     def _watch_lease(self) -> None:
-        while not self._ends.wait(_WATCH_S):
+        left_s = lease_s = wire.LEASE * self._plan.node_timeout_s
+        while not self._ends.wait(left_s):
             silent_s = time.monotonic() - self._renewed_at
-            if silent_s > wire.LEASE * self._plan.node_timeout_s:
+            left_s = lease_s - silent_s
+            if left_s <= 0:
                 self._end_process(f"the first node's agent did not answer for {silent_s:.0f} s")
 
     def _end_process(self, why: str) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from megatron_hdp.runtime.epochs import keys
 
-LOOK_S = 0.01
+LOOK_S = 0.5
+"""How often an agent looks at what is a matter of time; all else it hears of."""
 GRACE_S = 30.0
 STOPPED_S = 10.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -7,7 +7,8 @@ taken for the one that came after it. Beats are counted, not timed: clocks of ho
 - ``alive/N/T``: counts beats of the agent of a turn
 - ``order/N/T/K`` (by the first node's agent): its K-th order (`Order`)
 - ``told/N/T/K`` (by the other one): the K-th thing that it has seen (`Told`)
-- ``bell``: counts what all of them have told, so that the first one looks at one number
+- ``bell``: counts what all of them have told, so that the first one looks at one number; they
+  `keys.ring` then
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_hdp.runtime.epochs import Message
+import torch.distributed as dist
+
+from megatron_hdp.runtime.epochs import Message, keys
 
 BELL = "bell"
 BEATS = 10
@@ -69,6 +72,12 @@ class Told(Message):
     member: int = -1
     number: int = 0
     """The process' exit code, or the signal's number."""
+
+
+def ring(store: dist.Store) -> None:
+    """Lets the first node's agent look at what was told."""
+    store.add(BELL, 1)
+    keys.ring(store)
 
 
 def turns(node: int) -> str:

@@ -9,6 +9,7 @@
 - ``slow/E`` (by the first rank of epoch E): members that are too slow, with their speeds
 - ``ready/M`` (by joiner M): it has built its model
 - ``admitted/M`` (by the agent): the epoch that a joiner enters first
+- ``rung`` (by all): something is there that the agent waits for, see `ring`
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 from typing import Self
+
+import torch.distributed as dist
 
 MEMBER = "MEGATRON_HDP_MEMBER"
 """The environment's name for this process's number, which no other process of the job ever has."""
@@ -31,6 +34,7 @@ NODE_TIMEOUT = "MEGATRON_HDP_NODE_TIMEOUT"
 """And for the seconds after which a silent node is lost, where there is more than one."""
 JOIN, OVER, END = b"join", b"over", b"end"
 TERMS = "terms"
+RUNG = "rung"
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,11 @@ class Epoch(Message):
         """The inverse of `to_json`."""
         found = json.loads(text)
         return cls(**{**found, "members": tuple(found["members"])})
+
+
+def ring(store: dist.Store) -> None:
+    """Wakes the agent, which waits for terms, votes, and joiners that are ready."""
+    store.set(RUNG, b"1")
 
 
 def members(epoch: int) -> str:

@@ -103,12 +103,14 @@ class Membership:
     def offer(self, terms: Terms) -> None:
         """Says that the job survives from now on, and how."""
         self._store.set(keys.TERMS, terms.to_json())
+        keys.ring(self._store)
 
     def first(self) -> Epoch:
         """The epoch that this process enters first; a joiner says that it is ready, and waits."""
         number = 0
         if self.joins_with:
             self._store.set(keys.ready(self.member), b"1")
+            keys.ring(self._store)
             self._wait(keys.admitted(self.member))
             number = int(self._store.get(keys.admitted(self.member)))
         return self._named(number)
@@ -158,6 +160,7 @@ class Membership:
                 self._break_waits()
         assert epoch is not None, "it is in no epoch"
         self._store.set(keys.vote(epoch.number, self.member), json.dumps(vote))
+        keys.ring(self._store)
 
     def settled(self, epoch: Epoch) -> tuple[Epoch, dict[int, dict[str, Any]]]:
         """The epoch behind one that this process has left, and what members of that one voted.
