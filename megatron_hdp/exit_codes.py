@@ -16,7 +16,8 @@ class ExitCode(IntEnum):
     """A flag, a file or the data is wrong, or a loss or gradient is NaN or infinite: one message
     without a traceback, and starting again would end likewise."""
     BLAMES_ANOTHER = 3
-    """Another rank died, failed or stands still; the message says which one."""
+    """Another rank died, failed or stands still; the message says which one. With ``--hdp-survive``
+    also what the job does not survive: the loss of too many, a full disk."""
     INTERRUPTED = 130
     """Ctrl-C, SIGTERM or SIGHUP ended a `megatron-hdp` command; a second Ctrl-C a rank."""
     UNREAD = 141

@@ -56,9 +56,24 @@ def main(argv: list[str] | None = None) -> int:
         if _is_of_a_connection(error):
             raise
         _say(f"error on rank {_rank()}: {error}")
-        blames_another = isinstance(error, RankFailure | NotNamedError)
-        return ExitCode.BLAMES_ANOTHER if blames_another else ExitCode.MISTAKE
+        return code_of(error, survives=arguments.hdp_survive)
     return ExitCode.DONE
+
+
+def code_of(error: Exception, *, survives: bool) -> ExitCode:
+    """The exit code of a rank that says why it ends.
+
+    In a job that survives, a checkpoint that cannot be written and a full disk are no mistake, but
+    a loss that it does not survive: started again, it continues from the checkpoint before.
+    """
+    from megatron_hdp.megatron.checkpoint.checkpoints import NotSavedError
+    from megatron_hdp.runtime.epochs import NotNamedError
+    from megatron_hdp.runtime.health import RankFailure
+
+    is_loss = isinstance(error, RankFailure | NotNamedError)
+    if survives:
+        is_loss |= isinstance(error, NotSavedError) or _is_of_a_full_disk(error)
+    return ExitCode.BLAMES_ANOTHER if is_loss else ExitCode.MISTAKE
 
 
 def _survive(arguments: Any) -> None:
@@ -101,6 +116,14 @@ def run() -> NoReturn:
 
 def _rank() -> str:
     return os.environ.get("RANK", "0")
+
+
+def _is_of_a_full_disk(error: BaseException) -> bool:
+    while not (isinstance(error, OSError) and error.errno in _FULL):
+        if error.__cause__ is None:
+            return False
+        error = error.__cause__
+    return True
 
 
 def _is_of_a_connection(error: Exception) -> bool:

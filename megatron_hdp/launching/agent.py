@@ -20,7 +20,7 @@ from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.launching.coordinator import Coordinator
 from megatron_hdp.launching.node_ranks import Ended, NodeRanks
 from megatron_hdp.launching.other_nodes import OtherNode, OtherNodes
-from megatron_hdp.launching.plan import GRACE_S, LOOK_S, SIGNALS, STOPPED_S, LaunchPlan, say
+from megatron_hdp.launching.plan import GRACE_S, KNOW_S, LOOK_S, SIGNALS, STOPPED_S, LaunchPlan, say
 from megatron_hdp.launching.waking import Sleep
 from megatron_hdp.launching.wire import BEATS, Arrival
 from megatron_hdp.runtime.epochs import keys
@@ -134,6 +134,7 @@ class Agent:
                     worst = worst or max(ended.code, 0)  # below 0: a signal's
                     if not survives or ended.code in FINAL:
                         say(f"{ended.words()}: the job ends")
+                        self._dismiss(ended.words())
                         return worst or ExitCode.FAILED
             if coordinator.is_done():
                 return ExitCode.DONE
@@ -152,6 +153,17 @@ class Agent:
                 self._let_go()
                 self._replace()
             self._sleep()
+
+    def _dismiss(self, why: str) -> None:
+        """Lets those leave that wait for one that is gone, once others have said why they end."""
+        deadline = time.monotonic() + (KNOW_S if self._coordinator.terms is not None else 0.0)
+        while time.monotonic() < deadline and (
+            self._ranks.members or any(node.members for node in self._others.present.values())
+        ):
+            self._sleep()
+            for _ in self._ended():
+                pass
+        self._coordinator.dismiss(why)
 
     def _ended(self) -> Iterator[Ended]:
         """Processes of all nodes that have ended; those of a lost node all at once."""

@@ -138,6 +138,18 @@ class Coordinator:
         left = [one for one in self._epoch.members if self.is_member(one)]
         return bool(left) and self._done >= set(left)
 
+    def dismiss(self, why: str) -> None:
+        """Lets all leave, whatever they wait for: the job ends, and no epoch follows for anybody.
+
+        Not those of a last epoch, who save what they have.
+        """
+        if self.terms is not None and not self._epoch.is_last:
+            number = self._epoch.number
+            nobody = Epoch(number + 1, (), why, is_last=True)
+            self.store.set(keys.members(nobody.number), nobody.to_json())
+            self.store.set(keys.over(number), b"1")
+            self._end_epoch()
+
     def is_lost(self) -> bool:
         """Whether nobody is left who has the state of the job."""
         return not self._replicas

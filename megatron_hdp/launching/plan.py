@@ -14,6 +14,8 @@ LOOK_S = 0.5
 """How often an agent looks at what is a matter of time; all else it hears of."""
 GRACE_S = 30.0
 STOPPED_S = 10.0
+KNOW_S = 5.0
+"""How long ranks have to end for the same reason as one that knows that the job cannot continue."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 

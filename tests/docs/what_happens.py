@@ -139,8 +139,7 @@ SHOWN_BY = {
     ),
     "the disk is full while saving": (
         f"{CHECKPOINT}test_a_full_disk_ends_the_run_and_leaves_the_old_checkpoint",
-        "tests/training/test_lost_saves.py::"
-        "test_a_full_disk_ends_the_job_behind_a_death_as_without",
+        "tests/training/test_lost_saves.py::test_a_full_disk_behind_a_death_ends_the_job",
     ),
     "a weight is NaN or infinite when it is to be saved": (
         f"{DAMAGED}test_weights_that_are_not_finite_are_not_saved",

@@ -274,6 +274,20 @@ def test_joiners_that_die_take_their_mates():
     assert job.coordinator.num_coming == 2
 
 
+def test_all_are_let_go_when_the_job_ends_but_those_that_save():
+    job = Job(3)
+    job.coordinator.dismiss("member 0 ended with exit code 2")
+    assert job.epoch(1) == Epoch(1, (), "member 0 ended with exit code 2", is_last=True)
+    assert job.news(0) == [keys.OVER] and job.coordinator.epoch.members == (0, 1, 2)
+    few = Job(2, least=2, pause_s=0.0)
+    few.dies(0)
+    few.now = 1.0
+    few.coordinator.look()
+    assert few.coordinator.epoch.is_last
+    few.coordinator.dismiss("member 1 ended with exit code 3")
+    assert not few.store.check([keys.members(2)]) and few.news(1) == []
+
+
 def test_ranks_that_have_ended_well_are_done():
     job = Job(2)
     job.dies(0, code=0)

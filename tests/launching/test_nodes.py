@@ -34,6 +34,8 @@ open(os.environ["FOLDER"] + "/rank-" + os.environ["{keys.MEMBER}"], "w").write(
     " ".join([str(os.getpid())] + [os.environ[name] for name in NAMES])
     + chr(10))
 while not os.path.exists(os.environ["FOLDER"] + "/end"):
+    if os.path.exists(os.environ["FOLDER"] + "/mistake-" + os.environ["{keys.MEMBER}"]):
+        os._exit(2)
     time.sleep(0.02)
 """
 COMMAND = (sys.executable, "-S", "-c", RANK)
@@ -224,6 +226,15 @@ def test_a_node_that_is_needed_does_not_leave(tmp_path):
         os.kill(job.agents[1].pid, signal.SIGTERM)
         job.until(lambda: "too few HDP ranks would be left" in job.log(0))
         job.until(lambda: not job.lives(0))  # SIGTERM, at which a rank that trains saves
+
+
+@pytest.mark.slow
+def test_all_are_let_go_behind_a_mistake_of_one(tmp_path):
+    with two_nodes(tmp_path) as job:
+        (tmp_path / "mistake-1").touch()
+        job.store.wait([keys.members(1)], timedelta(seconds=120))
+        assert job.codes(0, 1) == [ExitCode.MISTAKE, ExitCode.MISTAKE]
+        assert "member 1 ended with exit code 2: the job ends" in job.log(0)
 
 
 @pytest.mark.slow

@@ -25,7 +25,8 @@ from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.launching.agent import FINAL
 from megatron_hdp.launching.coordinator import Coordinator
 from megatron_hdp.launching.node_ranks import Ended
-from megatron_hdp.runtime.epochs import Membership, keys
+from megatron_hdp.launching.plan import KNOW_S
+from megatron_hdp.runtime.epochs import Membership, NotNamedError, keys
 from tests.support import ranks
 
 
@@ -41,6 +42,7 @@ class SurvivingJob:
         replaces: whether others join in the place of lost ones.
         spares: HDP ranks that wait for a place from the start.
         hosts: by member, names of hosts; default: this one's.
+        may_fail: whether a rank may end by an exception; else that is an error of the test.
     """
 
     arguments: object
@@ -50,6 +52,7 @@ class SurvivingJob:
     replaces: bool = False
     hosts: Sequence[str] = ()
     spares: int = 0
+    may_fail: bool = False
     said: list = field(default_factory=list)
     died: list = field(default_factory=list)
 
@@ -86,8 +89,10 @@ class SurvivingJob:
                 ended = Ended(member, process.exitcode)
                 if ended.code and coordinator.is_member(member):
                     self.died.append(ended)
-                    if ended.code in FINAL or ended.code == ExitCode.FAILED:
-                        self._wait_for_the_others(deadline)
+                    if ended.code == ExitCode.FAILED and not self.may_fail:
+                        raise AssertionError("\n".join([ended.words(), *self.said, self._stacks()]))
+                    if ended.code in FINAL:
+                        self._wait_for_the_others(ended.words(), deadline)
                         return
                 for mate in coordinator.note(ended):
                     self.processes[mate].kill()
@@ -99,14 +104,17 @@ class SurvivingJob:
                 disturb(self)
             time.sleep(0.005)
 
-    def _wait_for_the_others(self, deadline):
+    def _wait_for_the_others(self, why, deadline):
         """A rank has ended as one does that knows that the job cannot continue."""
-        members = self.coordinator.epoch.members
+        members, is_dismissed_at = self.coordinator.epoch.members, time.monotonic() + KNOW_S
         while any(one in self.processes for one in members) and time.monotonic() < deadline:
             for member, process in list(self.processes.items()):
                 if process.exitcode is not None:
                     self.codes[member] = process.exitcode
                     del self.processes[member]
+            if time.monotonic() > is_dismissed_at:
+                self.coordinator.dismiss(why)
+                is_dismissed_at = deadline
             time.sleep(0.01)
 
     def _replace(self):
@@ -159,6 +167,7 @@ class SurvivingJob:
 
 
 def _member(address, environment, arguments, folder, fault):
+    from megatron_hdp.pretrain_gpt import code_of
     from megatron_hdp.runtime.health import RankFailure
     from megatron_hdp.training import survival
 
@@ -174,12 +183,12 @@ def _member(address, environment, arguments, folder, fault):
         try:
             survival.pretrain(arguments, membership)
             code = 0
-        except RankFailure as error:
-            print(f"error: {error}")
-            code = 3
-        except BaseException as error:  # a mistake of the user's has the command's exit code
+        except (RankFailure, NotNamedError, ValueError, OSError) as error:
             traceback.print_exc()
-            code = ExitCode.MISTAKE if isinstance(error, ValueError | OSError) else ExitCode.FAILED
+            code = code_of(error, survives=True)
+        except BaseException:
+            traceback.print_exc()
+            code = ExitCode.FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -198,7 +198,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_old_checkpoint(
     copy = shutil.copytree(folder, tmp_path / "copy")
     failing = replace(whole, load=copy, save=copy, save_interval=1, async_save=async_save)
     # from 0.17 on Megatron logs the reason and hands on the error's class alone
-    reason = "ValueError: the checkpoint of iteration 4 could not be saved: .*({})"
+    reason = "NotSavedError: the checkpoint of iteration 4 could not be saved: .*({})"
     with pytest.raises(RankError, match=reason.format("No space left on device|OSError")):
         run_ranks(1, curve_on_a_full_disk, failing)
     assert not list(copy.glob("*.partial-*")) and not list(copy.glob("owner-*"))

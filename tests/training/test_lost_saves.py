@@ -11,6 +11,7 @@ from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.megatron.checkpoint import checksums
 from megatron_hdp.megatron.checkpoint.folder import TRACKER
 from megatron_hdp.megatron.checkpoint.verification import verify
+from megatron_hdp.training.metrics import MetricsLogger
 from tests.support.epochs import DiesIn, SurvivingJob
 from tests.support.gradients import write_corpus
 from tests.training.runs import LENGTHS, curve, lines_of, run
@@ -116,17 +117,46 @@ def has_no_room(member):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_full_disk_ends_the_job_behind_a_death_as_without(tmp_path, beside):
-    """All that are left say so, and the checkpoint before stays."""
+def test_a_full_disk_behind_a_death_ends_the_job(tmp_path, beside):
+    """All that are left say so, and the checkpoint before stays: it is to be started again."""
     saved = tmp_path / "saved"
     arguments = surviving(tmp_path, save=saved, save_interval=1, async_save=beside)
     faults = {0: has_no_room, 1: has_no_room, 2: DiesIn("gradients_of_step", 3)}
     job = SurvivingJob(arguments, 3, tmp_path, faults)
     codes = job.run()
-    assert job.coordinator.epoch.members == (0, 1) and set(codes) == {ExitCode.MISTAKE}, job.said
+    assert job.coordinator.epoch.members == (0, 1) and set(codes) == {ExitCode.BLAMES_ANOTHER}, (
+        job.said
+    )
     words = "the checkpoint of iteration 3 could not be saved: "
     assert all(words in job.printed()[f"member-{one}"] for one in (0, 1))
     assert sorted(one.name for one in saved.iterdir()) == sorted(
         ["iter_0000001", "iter_0000002", TRACKER]
     )
     assert (saved / TRACKER).read_text() == "2"
+
+
+def has_no_room_for_metrics(member):
+    """From step 3 on."""
+    original, lines = MetricsLogger._put, []
+
+    def put(logger, line):
+        lines.append(line)
+        if len(lines) == 3:
+            with open("/dev/full", "wb", buffering=0) as logger._file:
+                original(logger, line)
+        original(logger, line)
+
+    MetricsLogger._put = put
+
+
+@pytest.mark.slow
+def test_a_full_disk_for_metrics_behind_a_death_ends_the_job(tmp_path):
+    """The rank that writes them says so; the other one waits for it, and is let go."""
+    faults = {0: has_no_room_for_metrics, 2: DiesIn("gradients_of_step", 3)}
+    job = SurvivingJob(surviving(tmp_path), 3, tmp_path, faults)
+    codes = job.run()
+    assert job.coordinator.epoch.members == (0, 1), job.said
+    assert set(codes) == {ExitCode.BLAMES_ANOTHER}, job.printed()
+    assert "metrics.jsonl cannot be written (No space left" in job.printed()["member-0"]
+    assert "the job any more (member 0 ended with exit code 3)" in job.printed()["member-1"]
+    assert [one["step"] for one in job.steps()] == [1, 2]

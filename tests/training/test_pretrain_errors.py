@@ -1,6 +1,7 @@
 """Bad input ends in a message that says what to do, before anything is written."""
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -11,6 +12,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hdp import pretrain_gpt
+from megatron_hdp.megatron.checkpoint.checkpoints import NotSavedError
+from megatron_hdp.runtime.health import RankFailure
 from tests.training import runs
 from tests.training.runs import lines_of
 
@@ -55,6 +58,31 @@ def entry(argv):
     ):
         code = pretrain_gpt.main(argv)
     return code, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "alone", "survives"),
+    [
+        (ValueError("--lr"), 2, 2),
+        (PermissionError(errno.EACCES, "Permission denied", "corpus.bin"), 2, 2),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, 3),
+        (NotSavedError("the checkpoint of iteration 3 could not be saved"), 2, 3),
+        (RankFailure("rank 2 died"), 3, 3),
+    ],
+)
+def test_what_a_job_that_survives_calls_a_loss(error, alone, survives):
+    def told():
+        try:
+            raise error
+        except type(error) as cause:
+            raise ValueError("metrics.jsonl cannot be written") from cause
+
+    assert pretrain_gpt.code_of(error, survives=False) == alone
+    assert pretrain_gpt.code_of(error, survives=True) == survives
+    if isinstance(error, OSError):
+        with pytest.raises(ValueError, match="cannot be written") as caught:
+            told()
+        assert pretrain_gpt.code_of(caught.value, survives=True) == survives
 
 
 def check_refused(code, error, folder, *expected):

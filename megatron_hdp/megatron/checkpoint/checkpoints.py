@@ -39,6 +39,10 @@ from megatron_hdp.runtime.gathering import largest
 _POLL_S = 0.05
 
 
+class NotSavedError(ValueError):
+    """A checkpoint could not be written; nothing of it is left, and those before it are."""
+
+
 class Checkpoints:
     """Loads and saves the checkpoints of one run; every rank must make the same calls.
 
@@ -148,7 +152,7 @@ class Checkpoints:
         """Makes an asynchronously saved checkpoint visible once every rank has written its part.
 
         Raises:
-            ValueError: it could not be written; nothing of it is left.
+            NotSavedError: it could not be written; nothing of it is left.
         """
         with self._whole_or_nothing():
             self._queue.maybe_finalize_async_calls()
@@ -289,8 +293,8 @@ class Checkpoints:
                 if self._folder is not None and dist.get_rank() == 0:
                     self._folder.discard()
 
-    def _not_saved(self, reason: str) -> ValueError:
-        return ValueError(
+    def _not_saved(self, reason: str) -> NotSavedError:
+        return NotSavedError(
             f"the checkpoint of iteration {self._latest} could not be saved: {reason}: nothing of "
             "it is left, those before it are as they were: make room in the folder of --save, or "
             "give another one"
