@@ -11,21 +11,26 @@ ran longest ago; among equals the room of the newest commit. The runs are record
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
+
+import psutil
 
 from megatron_hdp.files import write_atomically
 
 REPOSITORY = Path(__file__).parents[2]
 NO_TESTS = 5  # exit code of pytest
 RECORD = Path.home() / ".cache/megatron-hdp/slow-tests.json"
+_MARK = "MEGATRON_HDP_SLOW_TESTS"
+_KILLED_S = 30.0
 _CPP = {"csrc/planner": "tests/planner", "csrc/data": "tests/data", "csrc": "tests/planner"}
 
 
@@ -95,22 +100,59 @@ def _slow_files() -> list[str]:
     return list(dict.fromkeys(ids))
 
 
-def _run(file: str, deadline: float) -> int | None:
-    """Run the slow tests of one file; return pytest's exit code, or None at the deadline."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", file]
+def run_command(command: Sequence[str], deadline: float) -> tuple[int | None, str]:
+    """Run a command; return its exit code, None at the deadline, and its output.
+
+    What it leaves is killed, in whichever session: a rank has one of its own. The mark of the run
+    is in the environment of all that it starts.
+    """
+    mark = uuid.uuid4().hex
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=output,
+            env=os.environ | {_MARK: mark},
+            start_new_session=True,
         )
+        code = None
         try:
             code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # first: it starts no more
+        finally:
+            _end_all(mark)
             process.wait()
-            return None
         output.seek(0)
-        print(f"{file}\n{output.read()}", flush=True)
-        return code
+        return code, output.read()
+
+
+def _end_all(mark: str) -> None:
+    """Kill the processes that carry a mark, until there are none."""
+    give_up_at = time.monotonic() + _KILLED_S
+    while found := [one for one in psutil.process_iter() if _carries(one, mark)]:
+        for one in found:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        if time.monotonic() > give_up_at:
+            raise RuntimeError(f"found processes that outlive SIGKILL: {found}")
+        time.sleep(0.05)
+
+
+def _carries(process: psutil.Process, mark: str) -> bool:
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+        return bool(process.environ().get(_MARK) == mark)
+    return False
+
+
+def _run(file: str, deadline: float) -> int | None:
+    """Run the slow tests of one file; return pytest's exit code, or None at the deadline."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", file]
+    code, output = run_command(command, deadline)
+    if code is not None:
+        print(f"{file}\n{output}", flush=True)
+    return code
 
 
 def run_all(

@@ -2,8 +2,10 @@
 
 import json
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from tests.support.scripts import script_module
@@ -67,3 +69,46 @@ def test_a_broken_record_costs_only_the_order(tmp_path, capsys):
     assert record.last_run == {} and f"{path}: expected JSON" in capsys.readouterr().out
     record.note("tests/test_2.py")
     assert list(json.loads(path.read_text())) == ["tests/test_2.py"]
+
+
+LEAVES = """
+import os, subprocess, sys, time
+where = sys.argv[1]
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        open(where + "/" + str(os.getpid()), "w").close()
+        time.sleep(600)
+    os._exit(0)
+open(where + "/" + str(child.pid), "w").close()
+while len(os.listdir(where)) < 2:
+    time.sleep(0.01)
+print("left", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_run_leaves_no_process_in_any_session(tmp_path, ends):
+    command = [sys.executable, "-S", "-c", LEAVES, str(tmp_path), "0" if ends else "600"]
+    beside = psutil.Popen(["sleep", "600"])
+    try:
+        for patience_s in (60.0,) if ends else (0.5, 5.0, 50.0):  # until it had time to start them
+            code, output = slow_tests.run_command(command, time.monotonic() + patience_s)
+            assert code == (0 if ends else None) and beside.is_running()
+            if output:
+                break
+        left = [int(one.name) for one in tmp_path.iterdir()]
+        assert output == "left\n" and len(left) >= 2
+        assert not [one for one in left if is_alive(one)]
+    finally:
+        beside.kill()
+        beside.wait()
+
+
+def is_alive(process):
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
