@@ -205,7 +205,7 @@ def _add_items(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add(
         "--encoder",
-        choices=("qwen3-vl", "qwen2.5-vl", "clip-l-336", "siglip-so400m-384"),
+        choices=("qwen3-vl", "qwen2.5-vl", "clip-l-336", "siglip-so400m-384", "qwen2-audio"),
         default="qwen3-vl",
         help="that takes them: it says how they are resized and what they cost (default: qwen3-vl)",
     )

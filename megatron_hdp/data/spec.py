@@ -13,22 +13,25 @@ ON_FAILURE = ("error", GO_ON_WITHOUT)
 
 @dataclass(frozen=True, kw_only=True)
 class MediaSpec:
-    """The pictures of a source; the fields are the keys of ``media`` in a source."""
+    """Pictures or sounds of a source; the fields are the keys of ``media`` in a source."""
 
     encoder: str
     """How pictures are resized and cut: ``qwen3-vl``, ``qwen2.5-vl``, ``clip-l-336`` or
-    ``siglip-so400m-384``."""
+    ``siglip-so400m-384``; or how sounds are heard: ``qwen2-audio``."""
     folder: str | None = None
-    """Where relative paths of pictures begin; if not given, at the folder of the source."""
+    """Where relative paths of pictures or sounds begin; if not given, at the folder of the
+    source."""
     placeholder: str | None = None
-    """The token that stands for a picture; if not given, ``<|image_pad|>`` for Qwen's encoders,
-    ``<image>`` for others."""
+    """The token that stands for a picture or a sound; if not given, ``<|image_pad|>`` for Qwen's
+    encoders of pictures, ``<|AUDIO|>`` for its encoder of sounds, ``<image>`` for others."""
     least_pixels: int | None = None
     """A smaller picture is enlarged; if not given, as the encoder's."""
     most_pixels: int | None = None
     """A larger picture is made smaller; if not given, as the encoder's."""
     most_file_pixels: int = 2**26
     """A picture whose file has more is bad: it is not decoded."""
+    most_seconds: int = 30
+    """A longer sound is bad. An encoder hears the first 30 seconds, also where this is more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class SourceSpec:
     train_on: str = "assistant"
     """Of conversations, the turns that carry loss: ``assistant``, ``last`` or ``all``."""
     media: MediaSpec | None = None
-    """Of conversations with pictures: [its keys](#media)."""
+    """Of conversations with pictures or sounds: [its keys](#media)."""
     max_epochs: int | None = None
     """The source ends after this many passes; if not given, never."""
     long_sequence: str | None = None

@@ -1,4 +1,4 @@
-"""What encoders of pictures share: pixels, settings, and the protocol that a session knows."""
+"""What encoders share: pixels, settings, and the protocol that a session knows."""
 
 from __future__ import annotations
 
@@ -121,6 +121,15 @@ class ItemEncoder(torch.nn.Module):
         tower, projector = self.trained_parts
         return self.shape.training_flop(patches, tower=tower, projector=projector)
 
+    @staticmethod
+    def _require_kind(item: Any, attribute: str, expected: str) -> None:
+        """Refuses what has not what this encoder's items have."""
+        if not hasattr(item, attribute):
+            raise ValueError(
+                f"found a {type(item).__name__}, expected {expected}: give its source the encoder "
+                "that is trained (media: encoder)"
+            )
+
 
 class PatchEncoder(ItemEncoder, ABC):
     """An encoder of `Patches`.
@@ -187,6 +196,7 @@ class PatchEncoder(ItemEncoder, ABC):
         return CHANNELS * self.shape.resizing.patch**2
 
     def _require(self, item: Patches) -> None:
+        self._require_kind(item, "grid", "a picture or a video")
         resizing = self.shape.resizing
         found, expected = item.values.shape[1], {self._values * n for n in (1, self._most_frames)}
         if found not in expected:

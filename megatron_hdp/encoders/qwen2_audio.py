@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as functional
 
 from megatron_hdp.encoders.base import EncoderSettings, ItemEncoder
 from megatron_hdp.encoders.blocks import Blocks
 from megatron_hdp.encoders.layers import activation_of
-from megatron_hdp.media import PATCHES_PER_PACK, Encoder, Resizing, RowGrid, Sound
+from megatron_hdp.media import PATCHES_PER_PACK, Encoder, RowGrid, Sound, Windows
 
 _STRIDE = 2  # of the second convolution
 _POOLED = 2  # frames behind it that become a row
@@ -125,7 +126,7 @@ class Qwen2AudioEncoder(ItemEncoder):
         self._settings = settings = _Settings.of(config["audio_config"])
         row_hidden = config["text_config"].get("hidden_size", 4096)
         self.shape = Encoder(
-            resizing=Resizing(patch=1, merge=1),
+            resizing=Windows(most_frames=_STRIDE * settings.max_source_positions),
             layers=settings.encoder_layers,
             hidden=settings.d_model,
             ffn=settings.encoder_ffn_dim,
@@ -142,8 +143,9 @@ class Qwen2AudioEncoder(ItemEncoder):
         """Frames of an item that become rows.
 
         Raises:
-            ValueError: it has other bins, is too long, or too short for a row.
+            ValueError: it is no sound, has other bins, is too long, or too short for a row.
         """
+        self._require_kind(item, "num_frames", "a sound")
         settings, (bins, frames) = self._settings, item.values.shape
         most = _STRIDE * settings.max_source_positions
         if bins != settings.num_mel_bins or frames > most or self.grid(item).w < 1:
@@ -161,7 +163,10 @@ class Qwen2AudioEncoder(ItemEncoder):
     def forward(self, items: Sequence[Sound]) -> torch.Tensor:
         """Rows of items, one behind another, ``[rows, hidden]``."""
         weight = self.audio_tower.conv1.weight
-        windows = [torch.from_numpy(one.values).to(weight.device, weight.dtype) for one in items]
+        windows = [
+            torch.from_numpy(np.asarray(one.values)).to(weight.device, weight.dtype)
+            for one in items
+        ]
         states = self.audio_tower(windows, [_states(one) for one in items])
         rows: torch.Tensor = self.multi_modal_projector.linear(states)
         return rows

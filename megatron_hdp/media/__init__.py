@@ -1,7 +1,7 @@
-"""Items of multimodal steps: images, temporal patches of videos, and which ranks encode them."""
+"""Items of multimodal steps: images, videos, sounds, and which ranks encode them."""
 
 from megatron_hdp.media.cost import ItemCostModel
-from megatron_hdp.media.encoders import ENCODERS, Encoder, Resizing
+from megatron_hdp.media.encoders import ENCODERS, Encoder, Resizing, Windows
 from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bound_s
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
 from megatron_hdp.media.lanes import ItemLanes, item_lanes
@@ -27,6 +27,7 @@ __all__ = [
     "Resizing",
     "RowGrid",
     "Sound",
+    "Windows",
     "dealt",
     "evaluate_items",
     "item_lanes",

@@ -1,4 +1,4 @@
-"""Encoders of images and videos by their shapes: patches of a picture, FLOP of a patch.
+"""Encoders of images, videos and sound by their shapes: patches of an item, FLOP of a patch.
 
 A picture is resized, then cut into patches; ``merge`` x ``merge`` of them become a row of the
 language model's sequence. Numbers are those of the models' published configurations.
@@ -111,6 +111,53 @@ class Resizing:
         found = np.where(of_found < limits.least, larger, found)
         found = np.where(of_found > limits.most, np.maximum(smaller, unit), found)
         return found.astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows(Resizing):
+    """How an encoder hears: a sound is as a picture of height 1, a frame of 10 ms wide each.
+
+    A convolution of stride 2 makes states of frames, its patches; two neighbours become a row.
+    """
+
+    patch: int = 1
+    merge: int = 1
+    most_frames: int = 3000
+    """Of a window; of a longer sound the first ones are heard."""
+    stride: int = 2
+    pooled: int = 2
+
+    def patches_of(
+        self, heights: Int64Array, widths: Int64Array, num_frames: int = 1
+    ) -> Int64Array:
+        """Return the states of sounds that become rows, ``[sizes]``.
+
+        Args:
+            heights: 1 each.
+            widths: frames of each.
+            num_frames: 1.
+
+        Raises:
+            ValueError: what is no sound, or too short for a row; gives the first one.
+        """
+        found = self.states(widths) // self.pooled * self.pooled
+        if num_frames != 1 or (is_wrong := (heights != 1) | (found < 1)).any():
+            i = int(np.argmax(is_wrong)) if num_frames == 1 else 0
+            raise ValueError(
+                f"found a sound of {heights[i]} x {widths[i]} frames of 10 ms, expected 1 x "
+                f"{self.stride + 1} or more"
+            )
+        return found
+
+    def states(self, frames: Int64Array) -> Int64Array:
+        """Return the states behind the convolutions, as `transformers` counts them."""
+        found: Int64Array = (np.minimum(frames, self.most_frames) - 1) // self.stride + 1
+        return found
+
+    def seen(self, frames: int) -> int:
+        """Return the frames that the states of a sound depend on: its own, and one of silence."""
+        (states,) = self.states(np.array([frames]))
+        return min(self.stride * int(states) + 1, self.most_frames)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +337,16 @@ ENCODERS = {
         values=588,
         attended=4,
         projector_hidden=4096,
+        projector_norm=False,
+    ),
+    "qwen2-audio": Encoder(
+        resizing=Windows(),
+        layers=32,
+        hidden=1280,
+        ffn=5120,
+        values=3 * (2 * 128 + 1280),  # of both convolutions, for a state
+        pooled=2,
+        projector_hidden=0,
         projector_norm=False,
     ),
 }

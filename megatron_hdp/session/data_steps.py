@@ -104,8 +104,8 @@ class DataSteps:
             if before != order:
                 raise ValueError(
                     f"found another order of source '{name}' than in the run that resumes, "
-                    "expected the same: its files, tokenizer, pictures and their limits of "
-                    "pixels, and max_length must stay"
+                    "expected the same: its files, tokenizer, media and their settings, and "
+                    "max_length must stay"
                 )
 
 

@@ -107,7 +107,7 @@ def test_pixels_are_those_that_the_rank_would_decode(node, monkeypatch, most):
     found = rank.decode(Position(), wanted)
     assert len(wanted) > 8
     for one, values in zip(wanted, found, strict=True):
-        np.testing.assert_array_equal(values.reshape(one.picture.values.shape), one.picture.pixels)
+        np.testing.assert_array_equal(values.reshape(one.picture.values.shape), one.picture.array)
         values[0] ^= 1  # the rank's own copy
     asked = [len(pictures.rows) for _, _, pictures in node.others.decoded]
     assert sum(asked) == len(wanted)

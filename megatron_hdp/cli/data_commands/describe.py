@@ -76,15 +76,16 @@ def _pictures(found: Sequence[Description]) -> list[str]:
             continue
         tokens = one.histogram.num_tokens
         share = f"{pictures.num_rows / max(tokens, 1):.1%}"
-        pixels = [f"{count:,}" for count in pictures.pixels.values()]
+        sizes = [f"{count:,}" for count in pictures.sizes.values()]
         of_encoder = f"{pictures.encoder_share(tokens):.1%}"
         counts = f"{pictures.num_items:,}", f"{pictures.num_rows:,}"
-        rows.append((one.title, *counts, share, *pixels, of_encoder))
+        rows.append((one.title, *counts, share, *sizes, of_encoder))
     if not rows:
         return []
-    quantiles = next(one.pictures.pixels for one in found if one.pictures is not None)
-    names = [f"pixels {name}" for name in quantiles]
-    header = ("pictures", "items", "rows", "of tokens", *names, "encoder beside 8B")
+    counted = [one.pictures for one in found if one.pictures is not None]
+    unit = " or ".join(sorted({one.unit for one in counted}))
+    names = [f"{unit} {name}" for name in counted[0].sizes]
+    header = ("media", "items", "rows", "of tokens", *names, "encoder beside 8B")
     return aligned([header, *rows])
 
 

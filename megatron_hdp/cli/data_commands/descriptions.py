@@ -26,7 +26,7 @@ from megatron_hdp.data.mixture import (
 )
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import count_documents, split_documents
-from megatron_hdp.media import ENCODERS
+from megatron_hdp.media import ENCODERS, Windows
 
 _PIXEL_QUANTILES = (0.1, 0.5, 0.9, 1.0)
 _PIECE = 1 << 20  # rows counted at once
@@ -36,13 +36,15 @@ _FILE_SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Pictures:
-    """Those of a source, by their sizes: nothing is decoded."""
+    """Those of a source, or its sounds, by their sizes: nothing is decoded."""
 
     num_items: int
     num_rows: int
     """Tokens that they are."""
-    pixels: dict[str, int]
-    """Of a picture's file, by quantile."""
+    sizes: dict[str, int]
+    """Of a picture's file in pixels, or of a sound in frames of 10 ms, by quantile."""
+    unit: str
+    """``pixels`` or ``frames``."""
     encoder_flop: float
     """Of a forward over all of them."""
 
@@ -54,14 +56,15 @@ class Pictures:
         is_kept = source.kept()
         rows = source.pictures.rows[is_kept]
         records = source.pictures.items.records[is_kept]
-        pixels = np.sort(records["height"].astype(np.int64) * records["width"])
+        sizes = np.sort(records["height"].astype(np.int64) * records["width"])
         patches = rows.astype(np.float64) * encoder.patches_per_row
         linear, quadratic = encoder.flop()
-        shown = {f"{share:.0%}": int((len(pixels) - 1) * share) for share in _PIXEL_QUANTILES}
+        shown = {f"{share:.0%}": int((len(sizes) - 1) * share) for share in _PIXEL_QUANTILES}
         return cls(
             num_items=len(rows),
             num_rows=int(rows.sum()),
-            pixels={name: int(pixels[at]) if len(pixels) else 0 for name, at in shown.items()},
+            sizes={name: int(sizes[at]) if len(sizes) else 0 for name, at in shown.items()},
+            unit="frames" if isinstance(encoder.resizing, Windows) else "pixels",
             encoder_flop=float((linear * patches + quadratic * patches**2).sum()),
         )
 
@@ -128,7 +131,7 @@ class Description:
         return {
             "items": one.num_items,
             "rows": one.num_rows,
-            "pixels": one.pixels,
+            one.unit: one.sizes,
             "encoder_flop": one.encoder_flop,
             "encoder_share_8b": one.encoder_share(tokens),
         }

@@ -1,10 +1,11 @@
-"""Rows with pictures: a text in which a token stands for each, and where their bytes lie.
+"""Rows with pictures or sounds: a text in which a token stands for each, and where they lie.
 
 Pictures are named under ``image`` or ``images``, in the order of the ``<image>`` marks of the texts
 (LLaVA, ShareGPT), or in parts of contents (``{type: image, image: ..}``, ``{type: image_url, ..}``,
 as OpenAI and Qwen have them; a part that names none stands for the next one of ``images``). A
 picture with a caption becomes a question without words and its answer. ``texts`` and ``images`` of
 one length (OBELICS), or ``text_list`` and ``image_info`` (MMC4), are a document, all of it trained.
+Of sounds the same holds with ``audio`` in place of ``image``.
 """
 
 import hashlib
@@ -29,20 +30,18 @@ from megatron_hdp.data.media import (
     MOST_BYTES,
     MOST_SIDE,
     ItemPlace,
-    PictureError,
-    PictureSettings,
-    bytes_of_picture,
-    listed_pictures,
+    MediaError,
+    MediaSettings,
+    bytes_of_item,
+    listed_items,
     section,
-    size_of_picture,
+    settings_of,
 )
 from megatron_hdp.data.spec import MediaSpec
 from megatron_hdp.data.tokenizers import Tokenizer
 
 _VERSION = 1  # of what this module makes of a row: another result is another version
-_MARK = "<image>"
 _CAPTIONS = ("caption", "text", "txt")
-_OF_PART = ("image", "image_url", "path", "url")
 _CONTENTS = ("content", "value")
 
 
@@ -77,7 +76,7 @@ class PictureConversations:
                 "texts can hold them"
             )
         self._tokenizer, self._folder = tokenizer, folder
-        self._settings = PictureSettings.of(media)
+        self._settings = settings_of(media)
         self._append_eod = append_eod
         placeholder = self._settings.placeholder
         ids = tokenizer.tokenize_markup(placeholder)[0]
@@ -92,8 +91,8 @@ class PictureConversations:
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits over all but the tokenizer that decides what rows become."""
         one = self._settings
-        of_pictures = one.placeholder, one.written, one.written_part, one.most_file_pixels
-        parts = (_VERSION, *of_pictures, self._append_eod, self._conversations.fingerprint())
+        of_items = one.placeholder, one.written, *one.preparing()
+        parts = (_VERSION, *of_items, self._append_eod, self._conversations.fingerprint())
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def render(self, row: Any, path: str, number: int) -> list[ChatTokens]:
@@ -120,8 +119,8 @@ class PictureConversations:
         if len(places) != len(taken.references):
             raise BadConversationError(
                 f"{len(places)} {self._settings.placeholder} among its tokens and "
-                f"{len(taken.references)} pictures, expected one for each: the template leaves "
-                "them out, or a text holds the token itself"
+                f"{len(taken.references)} {self._settings.noun}s, expected one for each: the "
+                "template leaves them out, or a text holds the token itself"
             )
         items = [self._item(one, path, number, place) for one, place in taken.references]
         return [
@@ -145,52 +144,54 @@ class PictureConversations:
     def _item(self, reference: Any, path: str, number: int, place: int | None) -> ItemPlace:
         """Where a picture lies, and how large it is by its header."""
         try:
-            if (raw := bytes_of_picture(reference)) is not None:
+            if (raw := bytes_of_item(reference)) is not None:
                 if place is None:
-                    raise PictureError("a part with bytes, expected them under `images`")
+                    raise MediaError(
+                        f"a part with bytes, expected them under `{self._settings.lists[1]}`"
+                    )
                 at = os.path.relpath(path, self._folder), number, place
-                return self._sized(io.BytesIO(raw), f"picture {place}", *at)
+                return self._sized(io.BytesIO(raw), f"{self._settings.noun} {place}", *at)
             if isinstance(reference, dict) and "offset" in reference:
                 offset, size = int(reference["offset"]), int(reference["size"])
                 with section(path, offset, size) as stream:
                     at = os.path.relpath(path, self._folder), offset, size
                     return self._sized(stream, str(reference.get("path")), *at)
-            name = _path_of(reference)
+            name = _path_of(reference, self._settings)
             whole = os.path.join(self._folder, name)
             with open(whole, "rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
                 return self._sized(stream, name, os.path.relpath(whole, self._folder), 0, size)
-        except PictureError as error:
+        except MediaError as error:
             raise BadConversationError(str(error)) from error
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise BadConversationError(
-                f"no picture {error.filename}, expected it there: copy it, or say where its path "
-                "begins (media: folder)"
+                f"no {self._settings.noun} {error.filename}, expected it there: copy it, or say "
+                "where its path begins (media: folder)"
             ) from error
 
     def _sized(self, stream: BinaryIO, name: str, file: str, offset: int, size: int) -> ItemPlace:
-        found = size_of_picture(stream, name, most_pixels=self._settings.most_file_pixels)
-        if max(found.height, found.width) > MOST_SIDE or size > MOST_BYTES:
-            raise PictureError(
-                f"{name}: found {found.height:,} x {found.width:,} pixels in {size:,} bytes, "
-                f"expected at most {MOST_SIDE:,} a side and 4 GiB: make it smaller, or leave it out"
+        height, width = self._settings.size_of(stream, name)
+        if max(height, width) > MOST_SIDE or size > MOST_BYTES:
+            raise MediaError(
+                f"{name}: found {height:,} x {width:,} pixels in {size:,} bytes, expected at most "
+                f"{MOST_SIDE:,} a side and 4 GiB: make it smaller, or leave it out"
             )
         try:
-            self._settings.resizing.patches(found.height, found.width)
+            self._settings.rows(np.array([height]), np.array([width]))
         except ValueError as error:
-            raise PictureError(f"{name}: {error}") from error
-        return ItemPlace(file, offset, size, found.height, found.width)
+            raise MediaError(f"{name}: {error}") from error
+        return ItemPlace(file, offset, size, height, width)
 
 
 class _Pictures:
     """The pictures of one row, in the order in which its texts have them."""
 
-    def __init__(self, row: dict[str, Any], settings: PictureSettings) -> None:
+    def __init__(self, row: dict[str, Any], settings: MediaSettings) -> None:
         self._row, self._settings = dict(row), settings
         self.references: list[tuple[Any, int | None]] = []
         """Each picture, with its number among those that are listed."""
-        self._listed = list(enumerate(listed_pictures(row)))
-        for key in ("image", "images"):
+        self._listed = list(enumerate(listed_items(row, settings.lists)))
+        for key in settings.lists:
             self._row.pop(key, None)
         self._next = 0
 
@@ -200,7 +201,8 @@ class _Pictures:
         if isinstance(texts := row.get("texts"), list):
             if len(texts) != len(self._listed):
                 raise BadConversationError(
-                    f"{len(texts)} `texts` and {len(self._listed)} `images`, expected as many"
+                    f"{len(texts)} `texts` and {len(self._listed)} "
+                    f"`{self._settings.lists[1]}`, expected as many"
                 )
             beside = [one for _, one in self._listed]
             self._listed = [(i, one) for i, one in self._listed if one]
@@ -244,8 +246,8 @@ class _Pictures:
         """
         if self._next != len(self._listed):
             raise BadConversationError(
-                f"{self._next} {_MARK} in its texts and {len(self._listed)} pictures, expected as "
-                "many"
+                f"{self._next} {self._settings.mark} in its texts and {len(self._listed)} "
+                f"{self._settings.noun}s, expected as many"
             )
 
     def _message(self, message: Any) -> Any:
@@ -257,25 +259,34 @@ class _Pictures:
         content = message[key]
         if isinstance(content, str):
             return {**message, key: self._marked(content)}
-        if isinstance(content, list) and any(map(_is_picture, content)):
+        if isinstance(content, list) and any(map(self._is_item, content)):
             return {**message, key: "".join(map(self._part, content))}
         return message
 
     def _part(self, part: Any) -> str:
         if isinstance(part, str):
             return self._marked(part)
-        if _is_picture(part):
-            named = next((part[key] for key in _OF_PART if part.get(key) is not None), None)
-            written = self._taken(named)
-            return self._settings.written_part if written else written
+        if self._is_item(part):
+            kinds = *self._kinds, "path", "url"
+            self._taken(next((part[key] for key in kinds if part.get(key) is not None), None))
+            return self._settings.part(len(self.references))
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise BadConversationError(f"a part `{kind}`, expected text or a picture")
+            raise BadConversationError(f"a part `{kind}`, expected text or a {self._settings.noun}")
         return self._marked(text)
 
+    @property
+    def _kinds(self) -> tuple[str, str]:
+        """Of parts that are items."""
+        kind = self._settings.lists[0]
+        return kind, f"{kind}_url"
+
+    def _is_item(self, part: Any) -> bool:
+        return isinstance(part, dict) and part.get("type") in self._kinds
+
     def _marked(self, text: str) -> str:
-        first, *others = text.split(_MARK)
+        first, *others = text.split(self._settings.mark)
         return first + "".join(self._taken(None) + one for one in others)
 
     def _taken(self, named: Any) -> str:
@@ -293,27 +304,26 @@ class _Pictures:
         return self._settings.written
 
 
-def _is_picture(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
-
-
 def _text(text: Any) -> str:
     if not isinstance(text, str):
         raise BadConversationError(f"found {text!r:.40} among its texts, expected a text")
     return text
 
 
-def _path_of(reference: Any) -> str:
-    """The path that a picture is named by."""
-    named = reference
+def _path_of(reference: Any, settings: MediaSettings) -> str:
+    """The path that an item is named by."""
+    named, keys = reference, ("path", "url", settings.lists[0])
     while isinstance(named, dict):
-        named = next((named[key] for key in ("path", "url", "image") if named.get(key)), None)
+        named = next((named[key] for key in keys if named.get(key)), None)
     if not isinstance(named, str):
-        raise BadConversationError(f"found {reference!r:.60} as a picture, expected its path")
+        raise BadConversationError(
+            f"found {reference!r:.60} as a {settings.noun}, expected its path"
+        )
     kind = named.partition(":")[0]
     if kind in ("http", "https", "data"):
         raise BadConversationError(
-            f"a picture that begins with {kind}:, expected the path of a file: save it as one"
+            f"a {settings.noun} that begins with {kind}:, expected the path of a file: save it as "
+            "one"
         )
     return named.removeprefix("file://")
 
@@ -328,5 +338,5 @@ def _without(spans: Int64Array, places: Sequence[int] | Int64Array) -> Int64Arra
             pair for pair in zip(borders[::2], borders[1::2], strict=True) if pair[0] < pair[1]
         ]
     if not found:
-        raise BadConversationError("no token to train on but pictures")
+        raise BadConversationError("no token to train on but items")
     return np.array(found, dtype=np.int64)

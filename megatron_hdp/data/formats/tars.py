@@ -1,7 +1,7 @@
-"""Tars of WebDataset: members of one name before its first dot are a row, pictures by their place.
+"""Tars of WebDataset: members of one name before its first dot are a row, media by their place.
 
 A row is the object of its ``.json``, or the text of its ``.txt``, with its pictures under
-``images``, in the order in which they lie in the file.
+``images`` and its sounds under ``audios``, in the order in which they lie in the file.
 """
 
 import os
@@ -15,6 +15,7 @@ import orjson
 from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, Record
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif", "bmp", "img")
+_SOUNDS = ("wav", "flac", "ogg", "opus", "mp3")
 _BLOCK = 512
 
 
@@ -25,7 +26,7 @@ class Tar(Format):
     suffixes = (".tar",)
 
     def read(self, piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
-        """Yield the rows; their pictures are not read."""
+        """Yield the rows; their pictures and sounds are not read."""
         origin = Origin(piece.path, "row")
         try:
             with tarfile.open(piece.path, "r:") as tar, open(piece.path, "rb") as stream:
@@ -48,13 +49,13 @@ def _row(
     members: list[tarfile.TarInfo], stream: BinaryIO, origin: Origin, number: int
 ) -> Record | BadRecord:
     row: dict[str, Any] = {}
-    pictures = []
+    media: dict[str, list[dict[str, Any]]] = {"image": [], "audio": []}
     num_bytes = sum(_BLOCK * (1 + -(-one.size // _BLOCK)) for one in members)
     for one in members:
         kind = one.name.rpartition(".")[2].lower()
-        if kind in _PICTURES:
+        if kind in _PICTURES + _SOUNDS:
             place = {"path": one.name, "offset": one.offset_data, "size": one.size}
-            pictures.append(place)
+            media["image" if kind in _PICTURES else "audio"].append(place)
         elif kind in ("json", "txt"):
             stream.seek(one.offset_data)
             raw = stream.read(one.size)
@@ -64,7 +65,8 @@ def _row(
                 message = f"{origin.where(number)}: {one.name} is no {kind} ({error})"
                 return BadRecord(message, num_bytes)
             row |= found if isinstance(found, dict) else {"messages": found}
-    if pictures:  # what a name in the object stands for
-        row.pop("image", None)
-        row["images"] = pictures
+    for name, places in media.items():
+        if places:  # what a name in the object stands for
+            row.pop(name, None)
+            row[f"{name}s"] = places
     return Record(row, num_bytes, origin, number)

@@ -1,4 +1,4 @@
-"""Pictures of sources: sizes from their headers, patches from their bytes, where both lie."""
+"""Pictures and sounds of sources: sizes from headers, values from bytes, where both lie."""
 
 from megatron_hdp.data.media.items import (
     ITEM,
@@ -11,22 +11,25 @@ from megatron_hdp.data.media.items import (
     concatenate_items,
 )
 from megatron_hdp.data.media.pictures import patches_of_picture
-from megatron_hdp.data.media.settings import DECODER, PictureSettings
+from megatron_hdp.data.media.settings import DECODER, MediaSettings, PictureSettings, settings_of
 from megatron_hdp.data.media.sizes import (
     FORMATS,
     MOST_PIXELS,
-    PictureError,
+    MediaError,
     PictureSize,
     size_of_picture,
 )
 from megatron_hdp.data.media.stored import (
     Decoded,
     PictureFiles,
+    StoredItem,
     StoredPicture,
-    bytes_of_picture,
+    StoredSound,
+    bytes_of_item,
     decoded,
-    listed_pictures,
+    listed_items,
     section,
+    stored_item,
 )
 
 __all__ = [
@@ -41,16 +44,21 @@ __all__ = [
     "ItemPlace",
     "Items",
     "ItemsWriter",
-    "PictureError",
+    "MediaError",
+    "MediaSettings",
     "PictureFiles",
     "PictureSettings",
     "PictureSize",
+    "StoredItem",
     "StoredPicture",
-    "bytes_of_picture",
+    "StoredSound",
+    "bytes_of_item",
     "concatenate_items",
     "decoded",
-    "listed_pictures",
+    "listed_items",
     "patches_of_picture",
     "section",
+    "settings_of",
     "size_of_picture",
+    "stored_item",
 ]

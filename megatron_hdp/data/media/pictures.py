@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hdp.arrays import AnyArray
 from megatron_hdp.data.extras import import_extra
-from megatron_hdp.data.media.sizes import MOST_PIXELS, PictureError, opened
+from megatron_hdp.data.media.sizes import MOST_PIXELS, MediaError, opened
 from megatron_hdp.media import Patches, Resizing
 
 _COLOURS = 3
@@ -29,7 +29,7 @@ def patches_of_picture(
         most_pixels: of height x width.
 
     Raises:
-        PictureError: it is damaged, too large, no picture that is read here, or its sides are too
+        MediaError: it is damaged, too large, no picture that is read here, or its sides are too
             far apart.
         ModuleNotFoundError: Pillow is not installed.
     """
@@ -48,7 +48,7 @@ def patches_of_picture(
     try:
         (to_height,), (to_width,) = resizing.resized(np.array([height]), np.array([width]))
     except ValueError as error:
-        raise PictureError(f"{name}: {error}") from error
+        raise MediaError(f"{name}: {error}") from error
     to_size = int(to_width), int(to_height)
     resized = colours.resize(to_size, resample=pillow.Resampling.BICUBIC)
     pixels = np.asarray(resized)

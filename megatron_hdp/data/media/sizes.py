@@ -28,7 +28,7 @@ _DAMAGES: tuple[type[Exception], ...] = (
 )
 
 
-class PictureError(ValueError):
+class MediaError(ValueError):
     """A picture that cannot be read, or is too large."""
 
 
@@ -50,7 +50,7 @@ def size_of_picture(stream: BinaryIO, name: str, *, most_pixels: int = MOST_PIXE
         most_pixels: of height x width.
 
     Raises:
-        PictureError: it is no picture that is read here, its header is damaged, it is too large.
+        MediaError: it is no picture that is read here, its header is damaged, it is too large.
         ModuleNotFoundError: Pillow is not installed.
     """
     plain = webp_size(stream) or tiff_size(stream)
@@ -65,10 +65,10 @@ def size_of_picture(stream: BinaryIO, name: str, *, most_pixels: int = MOST_PIXE
 
 @contextmanager
 def opened(stream: BinaryIO, name: str, most_pixels: int) -> Iterator[Any]:
-    """Open a picture; what Pillow says of its bytes within the block is a `PictureError`.
+    """Open a picture; what Pillow says of its bytes within the block is a `MediaError`.
 
     Raises:
-        PictureError: as of `size_of_picture`, or what the block came upon.
+        MediaError: as of `size_of_picture`, or what the block came upon.
         OSError: the disk failed.
     """
     pillow = import_extra("PIL.Image", name, extra="media")
@@ -76,21 +76,21 @@ def opened(stream: BinaryIO, name: str, most_pixels: int) -> Iterator[Any]:
         with pillow.open(stream, formats=FORMATS) as image:
             width, height = image.size
             if width * height > most_pixels:
-                raise PictureError(_too_large(name, f"{height:,} x {width:,}", most_pixels))
+                raise MediaError(_too_large(name, f"{height:,} x {width:,}", most_pixels))
             yield image
-    except (PictureError, MemoryError):
+    except (MediaError, MemoryError):
         raise
     except pillow.DecompressionBombError as error:  # twice a limit of Pillow's own
-        raise PictureError(_too_large(name, "more than 178,956,970", most_pixels)) from error
+        raise MediaError(_too_large(name, "more than 178,956,970", most_pixels)) from error
     except pillow.UnidentifiedImageError as error:
-        raise PictureError(
+        raise MediaError(
             f"{name}: found no picture with a whole header, expected one of "
             f"{', '.join(FORMATS)}: leave it out, or save it again"
         ) from error
     except _DAMAGES as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise PictureError(
+        raise MediaError(
             f"{name}: found a damaged picture ({error}), expected a whole one: leave it out, or "
             "copy it again"
         ) from error

@@ -1,50 +1,53 @@
-"""Pictures that are read where they are encoded: known by their places and sizes until then."""
+"""Items that are read where they are encoded: known by their places and sizes until then."""
 
 import io
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from functools import cached_property
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
 from megatron_hdp.arrays import AnyArray, ByteArray
 from megatron_hdp.data.formats import PartReader, Record, Table, table_of
 from megatron_hdp.data.media.pictures import patches_of_picture
-from megatron_hdp.data.media.settings import PictureSettings
-from megatron_hdp.data.media.sizes import PictureError
+from megatron_hdp.data.media.settings import MediaSettings, PictureSettings, SoundSettings
+from megatron_hdp.data.media.sizes import MediaError
+from megatron_hdp.data.media.sounds import samples_of
+from megatron_hdp.data.media.spectrograms import BINS, HOP, spectrogram_of
 from megatron_hdp.data.tokenizers import available_cpus
-from megatron_hdp.media import Resizing
+from megatron_hdp.media import Resizing, Windows
 
-_LISTS = ("image", "images")
 _KEPT_BYTES = 2**28
 _BUFFER_BYTES = 8192
-_COLOURS, _GREY = 3, 128
+_COLOURS = 3
 
 Decoded = ByteArray | str
-"""The values of a picture's patches, or why it is damaged."""
+"""The bytes of an item's values, or why it is damaged."""
 
 
 class PictureFiles:
-    """Reads the pictures of one source; several threads may ask at a time.
+    """Reads the pictures or sounds of one source; several threads may ask at a time.
 
     Parts of tables that were read last are kept, up to 256 MiB.
     """
 
-    def __init__(self, folder: str, settings: PictureSettings) -> None:
-        """Set where names of files begin, and how pictures are resized."""
+    def __init__(self, folder: str, settings: MediaSettings) -> None:
+        """Set where names of files begin, and how they are read."""
         self.folder, self.settings = folder, settings
         self._tables = PartReader(None, _KEPT_BYTES)
         self._parts: dict[str, list[tuple[int, int, int]]] = {}
         self._reading = threading.Lock()
 
     def raw(self, name: str, offset: int, size: int) -> bytes:
-        """Return the bytes of a picture's file; arguments as of `data.media.items.ITEM`.
+        """Return the bytes of an item's file; arguments as of `data.media.items.ITEM`.
 
         Raises:
-            PictureError: they are gone.
+            MediaError: they are gone.
             OSError: the file cannot be read.
         """
         path = os.path.join(self.folder, name)
@@ -54,7 +57,7 @@ class PictureFiles:
         with open(path, "rb", buffering=0) as stream:
             found = os.pread(stream.fileno(), size, offset)
         if len(found) != size:
-            raise PictureError(
+            raise MediaError(
                 f"{path}: found {len(found):,} bytes from {offset:,} on, expected {size:,}: the "
                 "file has changed since its source was prepared"
             )
@@ -71,92 +74,172 @@ class PictureFiles:
             if first <= row < stop:
                 (found,) = self._tables.rows(path, table, at, first, [row - first])
                 if isinstance(found, Record) and isinstance(found.value, dict):
-                    listed = listed_pictures(found.value)
-                    raw = bytes_of_picture(listed[place]) if place < len(listed) else None
+                    listed = listed_items(found.value, self.settings.lists)
+                    raw = bytes_of_item(listed[place]) if place < len(listed) else None
                     if raw is not None:
                         return raw
-        raise PictureError(
-            f"{path}, row {row + 1}: found no picture {place}, expected one: the file has changed "
-            "since its source was prepared"
+        raise MediaError(
+            f"{path}, row {row + 1}: found no {self.settings.noun} {place}, expected one: the file "
+            "has changed since its source was prepared"
         )
 
 
-class StoredPicture:
-    """A picture of a source, as an encoder takes it: decoded once its values are asked for.
+class StoredItem(ABC):
+    """A picture or a sound of a source, as an encoder takes it: read once its values are asked for.
 
-    Its `grid` and the shape of its `values` follow from its size, so planning decodes nothing.
+    The shape of its `values` follows from its size, so planning decodes nothing.
     """
 
-    seconds: float | None = None
-    """It is no video."""
+    dtype: ClassVar[type[np.generic]]
+    """Of its values."""
+    damaged: ClassVar[float]
+    """What the values of a damaged one are."""
     found: Decoded | None = None
     """What was decoded of it, somewhere."""
 
     def __init__(
-        self, files: PictureFiles, name: str, offset: int, size: int, height: int, width: int
+        self, files: PictureFiles, place: tuple[str, int, int], size: tuple[int, int]
     ) -> None:
-        """Name a picture by its place, and tell its size."""
-        self._files, self._place = files, (name, offset, size)
-        self.height, self.width = height, width
-        resizing = files.settings.resizing
-        self.grid = grid_of(resizing, height, width)
-        self.values = _Values(self, (int(np.prod(self.grid)), _COLOURS * resizing.patch**2))
+        """Name an item by its place, and tell its size, both as of `data.media.items.ITEM`."""
+        self._files, self._place = files, place
+        self.height, self.width = size
 
     def __repr__(self) -> str:
         """Return the same on every rank, wherever its files lie there."""
-        return f"StoredPicture{(*self._place, self.height, self.width, self.grid)}"
+        about = (*self._place, self.height, self.width, self.shape)
+        return f"{type(self).__name__}{about}"
 
     @property
-    def pixels(self) -> AnyArray:
-        """The values of its patches, uint8, read and decoded if they were not yet, and kept.
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Of its values."""
 
-        Of one that was found to be damaged they are grey.
+    @abstractmethod
+    def _read(self, raw: bytes, name: str) -> AnyArray:
+        """Return its values from the bytes of its file.
 
         Raises:
-            PictureError: it is damaged, gone, or of another size than its header was.
+            MediaError: it is damaged, or of another size than its header was.
+        """
+
+    @cached_property
+    def values(self) -> Any:
+        """What an encoder is given: an array to numpy, as soon as numpy asks for its numbers."""
+        return _Values(self, self.shape)
+
+    @property
+    def array(self) -> AnyArray:
+        """Its values, read and decoded if they were not yet, and kept; of a damaged one `damaged`.
+
+        Raises:
+            MediaError: it is damaged, gone, or of another size than its header was.
         """
         if self.found is None:
             self.found = self._decode()
         if isinstance(self.found, str):
-            return np.full(self.values.shape, _GREY, dtype=np.uint8)
-        return self.found.reshape(self.values.shape)
+            return np.full(self.shape, self.damaged, dtype=self.dtype)
+        return self.found.view(self.dtype).reshape(self.shape)
 
     @property
     def num_bytes(self) -> int:
         """Of its values."""
-        return int(np.prod(self.values.shape))
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
     def decoded(self) -> Decoded:
-        """Return its values, read and decoded now, and not kept; or why they cannot be had.
+        """Return the bytes of its values, read and decoded now, and not kept; or what is wrong.
 
         Raises:
             ValueError: the file cannot be read.
         """
         try:
             return self._decode()
-        except PictureError as error:
+        except MediaError as error:
             return str(error)
         except OSError as error:
             raise ValueError(
-                f"a picture cannot be read: {error}; expected the files of a prepared source to "
-                "stay"
+                f"a {self._files.settings.noun} cannot be read: {error}; expected the files of a "
+                "prepared source to stay"
             ) from error
 
     def _decode(self) -> ByteArray:
-        name, settings = self._place[0], self._files.settings
-        where = f"{os.path.join(self._files.folder, name)} (from {self._place[1]:,} on)"
+        where = f"{os.path.join(self._files.folder, self._place[0])} (from {self._place[1]:,} on)"
+        found = self._read(self._files.raw(*self._place), where)
+        return found.reshape(-1).view(np.uint8)
+
+
+class StoredPicture(StoredItem):
+    """A picture, as `media.Patches`."""
+
+    dtype, damaged = np.uint8, 128  # grey
+    seconds: float | None = None
+    """It is no video."""
+
+    @cached_property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches in time, height and width."""
+        return grid_of(self._settings.resizing, self.height, self.width)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Patches, and values of each."""
+        return int(np.prod(self.grid)), _COLOURS * self._settings.resizing.patch**2
+
+    @property
+    def _settings(self) -> PictureSettings:
+        assert isinstance(self._files.settings, PictureSettings), "a source of pictures"
+        return self._files.settings
+
+    def _read(self, raw: bytes, name: str) -> AnyArray:
+        settings = self._settings
         found = patches_of_picture(
-            self._files.raw(*self._place),
-            where,
-            settings.resizing,
-            most_pixels=settings.most_file_pixels,
+            raw, name, settings.resizing, most_pixels=settings.most_file_pixels
         )
         if found.grid != self.grid:
-            raise PictureError(
-                f"{where}: found a grid of {found.grid} patches, expected {self.grid} by the "
+            raise MediaError(
+                f"{name}: found a grid of {found.grid} patches, expected {self.grid} by the "
                 "header: the file has changed since its source was prepared"
             )
         return found.values
+
+
+class StoredSound(StoredItem):
+    """A window of sound, as `media.Sound`."""
+
+    dtype, damaged = np.float32, -1.5  # silence
+
+    @property
+    def num_frames(self) -> int:
+        """Those that hold sound."""
+        return self.width
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Bins, and frames that its rows depend on."""
+        return BINS, self._windows.seen(self.width)
+
+    @property
+    def _windows(self) -> Windows:
+        assert isinstance(self._files.settings, SoundSettings), "a source of sounds"
+        return self._files.settings.windows
+
+    def _read(self, raw: bytes, name: str) -> AnyArray:
+        most = self._windows.most_frames
+        samples = samples_of(raw, name, most * HOP)
+        if -(-len(samples) // HOP) != self.num_frames:
+            raise MediaError(
+                f"{name}: found {len(samples):,} samples, expected {self.num_frames:,} frames of "
+                f"{HOP} by the header: the file is damaged, or has changed since its source was "
+                "prepared"
+            )
+        return spectrogram_of(samples, self.shape[1], most)
+
+
+def stored_item(
+    files: PictureFiles, name: str, offset: int, size: int, height: int, width: int
+) -> StoredItem:
+    """Return an item of a source, of its kind; arguments as of `data.media.items.ITEM`."""
+    kind = StoredSound if isinstance(files.settings, SoundSettings) else StoredPicture
+    return kind(files, (name, offset, size), (height, width))
 
 
 class _Values:
@@ -164,24 +247,24 @@ class _Values:
 
     ndim = 2
 
-    def __init__(self, picture: StoredPicture, shape: tuple[int, int]) -> None:
-        self._picture, self.shape = picture, shape
+    def __init__(self, item: StoredItem, shape: tuple[int, int]) -> None:
+        self._item, self.shape = item, shape
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> AnyArray:
-        return np.array(self._picture.pixels, dtype=dtype, copy=copy)
+        return np.array(self._item.array, dtype=dtype, copy=copy)
 
 
-def decoded(pictures: Sequence[StoredPicture]) -> list[Decoded]:
-    """Return pictures, decoded in as many threads as this process may use processors.
+def decoded(items: Sequence[StoredItem]) -> list[Decoded]:
+    """Return items, decoded in as many threads as this process may use processors.
 
     Raises:
         ValueError: a file cannot be read.
     """
     with ThreadPoolExecutor(max(1, available_cpus())) as pool:
-        return list(pool.map(StoredPicture.decoded, pictures))
+        return list(pool.map(StoredItem.decoded, items))
 
 
 def grid_of(resizing: Resizing, height: int, width: int) -> tuple[int, int, int]:
@@ -192,17 +275,17 @@ def grid_of(resizing: Resizing, height: int, width: int) -> tuple[int, int, int]
     return 1, int(to_height) // resizing.patch, int(to_width) // resizing.patch
 
 
-def listed_pictures(row: dict[str, Any]) -> list[Any]:
-    """Return what a row names under ``image`` and ``images``, in this order."""
+def listed_items(row: dict[str, Any], lists: Sequence[str]) -> list[Any]:
+    """Return what a row names under some keys, such as ``image`` and ``images``, in this order."""
     found: list[Any] = []
-    for value in (row.get(key) for key in _LISTS):
+    for value in (row.get(key) for key in lists):
         if value is not None and value != "":
             found += value if isinstance(value, list) else [value]
     return found
 
 
-def bytes_of_picture(named: Any) -> bytes | None:
-    """Return the bytes that a table has of a picture; None where it has its path."""
+def bytes_of_item(named: Any) -> bytes | None:
+    """Return the bytes that a table has of an item; None where it has its path."""
     raw = named.get("bytes") if isinstance(named, dict) else named
     return raw if isinstance(raw, bytes) else None
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron_hdp.data.media import PictureSettings
+from megatron_hdp.data.media import settings_of
 from megatron_hdp.data.mixture.schedule import WEIGHT_UNITS, MixtureSpec, Phase, Schedule, amount_of
 from megatron_hdp.data.spec import (
     BACKENDS,
@@ -161,7 +161,7 @@ class _Reader:
             values["folder"] = str(self._path.parent / values["folder"])
         found = MediaSpec(**values)
         try:
-            PictureSettings.of(found)
+            settings_of(found)
         except ValueError as error:
             self._refuse(node, f"{what}: {error}")
         return found

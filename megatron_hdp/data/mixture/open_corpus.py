@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_hdp.data.formats import kind_of
 from megatron_hdp.data.media import SUFFIX as ITEMS_SUFFIX
-from megatron_hdp.data.media import Items, PictureFiles, PictureSettings
+from megatron_hdp.data.media import Items, PictureFiles, settings_of
 from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.picture_source import Lengthening, PictureRows, PictureSource
 from megatron_hdp.data.mixture.schedule import MixtureSpec
@@ -132,7 +132,7 @@ def open_text(source: SourceSpec, spec: MixtureSpec, opening: Opening) -> TextSo
     if source.media is not None:
         raise ValueError(
             f"{spec.origin}: found tokenise: on-the-fly for source '{source.name}' with media, "
-            "expected ahead: the sizes of its pictures must be known"
+            "expected ahead: the sizes of its pictures or sounds must be known"
         )
     if kind_of(source) in KINDS:
         raise ValueError(
@@ -222,11 +222,11 @@ def _opened(
     if pictures is not None and long_sequence == "split":
         raise ValueError(
             f"{spec.origin}: found long-sequence split for source '{source.name}', which has "
-            "pictures, expected truncate or error: a piece could begin within one"
+            "pictures or sounds, expected truncate or error: a piece could begin within one"
         )
     if pictures is not None and sides is not None:
         raise ValueError(
-            f"{spec.origin}: found pictures and preferences in source '{source.name}', expected "
+            f"{spec.origin}: found media and preferences in source '{source.name}', expected "
             "one of them: answers are text"
         )
     how: dict[str, Any] = {"cache_folder": opening.cache_folder, "say": opening.say}
@@ -288,8 +288,8 @@ def _pictures_of(source: SourceSpec, prefix: str, spec: MixtureSpec) -> PictureR
             f"{spec.origin}: found {found} for source '{source.name}' ({prefix}), expected both, "
             "with the encoder that is trained: add media: {encoder: ..}, or take it out"
         )
-    settings = PictureSettings.of(source.media)
-    return PictureRows.of(items, PictureFiles(source.pictures_folder, settings))
+    files = PictureFiles(source.pictures_folder, settings_of(source.media))
+    return PictureRows.of(items, files)
 
 
 def _require_all_items(

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.index_file import Documents
-from megatron_hdp.data.media import DECODER, SUFFIX, Items, PictureFiles, StoredPicture
+from megatron_hdp.data.media import SUFFIX, Items, PictureFiles, StoredItem, stored_item
 from megatron_hdp.data.mixture.source import digest
 from megatron_hdp.data.mixture.table_source import TableSource
 
@@ -94,7 +94,7 @@ class PictureRows:
 
     def identity(self) -> tuple[object, ...]:
         """Return all but the stored tokens that its rows and their pixels depend on."""
-        return DECODER, self.files.settings.resizing
+        return self.files.settings.identity()
 
 
 class Lengthening:
@@ -160,7 +160,7 @@ class PictureSource(TableSource):
         found = np.repeat(self.reader.read(begin, stored), self._times(document, stored))
         return found[start : start + count]
 
-    def items(self, row: int, length: int) -> list[tuple[int, StoredPicture]]:
+    def items(self, row: int, length: int) -> list[tuple[int, StoredItem]]:
         """Return the pictures of a row's first tokens, each with the first of its tokens."""
         document = self.document(row)
         begins = self.pictures.begins(self.pictures.of_document(document))
@@ -179,14 +179,14 @@ class PictureSource(TableSource):
         before = np.cumsum(counts) - counts
         return counts, np.repeat(firsts - before, counts) + np.arange(int(counts.sum()))
 
-    def picture(self, row: int, place: int) -> StoredPicture:
+    def picture(self, row: int, place: int) -> StoredItem:
         """Return a picture of a row, by its place among them."""
         return self._stored(self.pictures.items.of(self.document(row))[place])
 
-    def _stored(self, item: Any) -> StoredPicture:
+    def _stored(self, item: Any) -> StoredItem:
         name = self.pictures.items.name(int(item["file"]))
         numbers = (int(item[key]) for key in ("offset", "size", "height", "width"))
-        return StoredPicture(self.pictures.files, name, *numbers)
+        return stored_item(self.pictures.files, name, *numbers)
 
     def kept(self) -> BoolArray:
         """Return which of the pair's items its rows have, ``[items]``."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from megatron_hdp.data.media import Decoded, StoredPicture, decoded
+from megatron_hdp.data.media import Decoded, StoredItem, decoded
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.order import SourceOrder
@@ -56,7 +56,7 @@ class WantedPicture:
     row: int
     place: int
     """Among the pictures of its row."""
-    picture: StoredPicture
+    picture: StoredItem
 
 
 def read_step(

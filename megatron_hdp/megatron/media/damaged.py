@@ -1,7 +1,7 @@
-"""Pictures that turn out to be damaged: their sequences carry no loss in the step, on any rank.
+"""Damaged pictures and sounds: their sequences carry no loss in the step, on any rank.
 
-A picture's size comes from its header when a source is prepared; whether its body is whole is known
-once it is decoded, by the one rank that encodes it.
+A size comes from a header when a source is prepared; whether the body is whole is known once it is
+decoded, by the one rank that encodes it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from megatron_hdp.data.media import StoredPicture
+from megatron_hdp.data.media import StoredItem
 from megatron_hdp.megatron.media.items import ItemHolder
 from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.runtime.gathering import gathered, largest, on_every_rank
@@ -18,15 +18,15 @@ from megatron_hdp.runtime.gathering import gathered, largest, on_every_rank
 def agree_on_damages(
     batch: ItemHolder, damages_here: Callable[[], dict[int, str]], most_in_a_row: int
 ) -> dict[int, str]:
-    """Leaves sequences with damaged pictures out of a step's loss.
+    """Leaves sequences with damaged items out of a step's loss.
 
     Every rank must call this.
 
     Args:
         batch: the same on every rank.
-        damages_here: why pictures of this rank, by their items, are damaged, which are grey then;
+        damages_here: why items of this rank are damaged, which are grey or silent then;
             raises a ValueError where a file cannot be read.
-        most_in_a_row: sequences with pictures that may be damaged one after another.
+        most_in_a_row: sequences with items that may be damaged one after another.
 
     Returns:
         Why sequences are damaged, by their place in the batch.
@@ -34,7 +34,7 @@ def agree_on_damages(
     Raises:
         EveryRankError: more were damaged, or a file cannot be read.
     """
-    if not any(isinstance(one.data, StoredPicture) for one in batch.media):
+    if not any(isinstance(one.data, StoredItem) for one in batch.media):
         return {}
     device = compute_device()
     damages = on_every_rank(damages_here, device)
@@ -56,7 +56,7 @@ def _require_few(batch: ItemHolder, damaged: dict[int, str], most_in_a_row: int)
         in_a_row = in_a_row + 1 if sequence in damaged else 0
         if in_a_row > most_in_a_row:
             raise ValueError(
-                f"the pictures of {in_a_row} sequences in a row are damaged, the last: "
+                f"the pictures or sounds of {in_a_row} sequences in a row are damaged, the last: "
                 f"{damaged[sequence]}; expected whole ones: copy them again, prepare their source "
                 "again, or raise --hdp-corrupt-limit"
             )

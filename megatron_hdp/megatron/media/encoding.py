@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.arrays import BoolArray, Int32Array, Int64Array
-from megatron_hdp.data.media import Decoded, StoredPicture
+from megatron_hdp.data.media import Decoded, StoredItem
 from megatron_hdp.data.steps import (
     PlanSettings,
     RankMicroBatch,
@@ -210,10 +210,10 @@ class StepMedia:
         """Leaves sequences with damaged pictures out; see `damaged.agree_on_damages`."""
         self.damaged = agree_on_damages(self.batch, self._damages_here, most_damaged)
 
-    def _stored(self) -> dict[int, StoredPicture]:
+    def _stored(self) -> dict[int, StoredItem]:
         """Those that this rank encodes, by item."""
         mine = {item: self.batch.media[item].data for pack in self.packs for item in pack}
-        return {item: one for item, one in mine.items() if isinstance(one, StoredPicture)}
+        return {item: one for item, one in mine.items() if isinstance(one, StoredItem)}
 
     def _damages_here(self) -> dict[int, str]:
         if self._unreadable is not None:

@@ -179,6 +179,6 @@ def _require_loss(step: RankStep, amounts: Amounts, num_lost: int) -> None:
     raise ValueError(
         f"found no token with loss in step {step.totals.before.steps + 1} once the {num_lost:,} of "
         f"its {step.totals.sequences:,} sequences are left out whose source failed or whose "
-        "pictures are damaged, expected at least one: the lines above name them and say why; start "
+        "media are damaged, expected at least one: the lines above name them and say why; start "
         "the job again when they can be read, or make the global batch larger"
     )

@@ -82,14 +82,14 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
     corpus = open_corpus(spec, _opening(arguments))
     if corpus.has_pictures and arguments.hdp_encoder is None:
         raise ValueError(
-            f"{spec.origin}: found a source with pictures and nothing to encode them, expected "
-            "--hdp-encoder, of python -m megatron_hdp.pretrain_gpt, or text alone"
+            f"{spec.origin}: found a source with pictures or sounds and nothing to encode them, "
+            "expected --hdp-encoder, of python -m megatron_hdp.pretrain_gpt, or text alone"
         )
     names = [f"'{one.name}'" for one in corpus.sources if one.has_pictures and one.spec.may_fail]
     if names:
         raise ValueError(
             f"{spec.origin}: found on-failure: {GO_ON_WITHOUT} of source {', '.join(names)}, which "
-            "has pictures, expected it of sources of text alone: leave it out"
+            "has pictures or sounds, expected it of sources of text alone: leave it out"
         )
     return corpus
 

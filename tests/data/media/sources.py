@@ -10,6 +10,7 @@ from tests.data.chat import tiny_tokenizer
 from tests.data.media.drawn import drawn, saved
 
 TOKENS = ("<image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+OF_SOUNDS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 SIDES = [(64, 96), (200, 120), (90, 90), (300, 56)]
 """Height and width of picture 0, 1, ..."""
 KINDS = ("jpeg", "png", "webp", "progressive")
@@ -25,7 +26,9 @@ def name(number: int) -> str:
 
 
 def tokenizer(folder: Path) -> str:
-    return tiny_tokenizer.write(folder / "hf", special=(*tiny_tokenizer.SPECIAL, *TOKENS))
+    return tiny_tokenizer.write(
+        folder / "hf", special=(*tiny_tokenizer.SPECIAL, *TOKENS, *OF_SOUNDS)
+    )
 
 
 def write_pictures(folder: Path, count: int) -> None:

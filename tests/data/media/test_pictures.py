@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from megatron_hdp.data.media import PictureError, patches_of_picture, size_of_picture
+from megatron_hdp.data.media import MediaError, patches_of_picture, size_of_picture
 from megatron_hdp.media import ENCODERS, Patches
 from megatron_hdp.media.encoders import Limits, Resizing
 from tests.data.media.drawn import KINDS, TURNED, drawn, saved
@@ -87,7 +87,7 @@ def test_bits_of_processors_in_all_formats(tmp_path: Any) -> None:
     assert count == 600
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", [one for one in ENCODERS if one != "qwen2-audio"])
 @pytest.mark.parametrize("sides", [(30, 400), (1, 1), (224, 224)])
 def test_patches_are_those_of_the_header(name: str, sides: tuple[int, int]) -> None:
     raw, resizing = saved(drawn(*sides), "png"), ENCODERS[name].resizing
@@ -101,7 +101,7 @@ def test_a_damaged_body_is_found_when_it_is_decoded() -> None:
     raw = saved(drawn(300, 410), "jpeg")
     cut_off = raw[: len(raw) // 2]
     assert size_of_picture(io.BytesIO(cut_off), "a.jpg").width == 410
-    with pytest.raises(PictureError, match=r"a\.jpg: found a damaged picture .*truncated"):
+    with pytest.raises(MediaError, match=r"a\.jpg: found a damaged picture .*truncated"):
         patches_of_picture(cut_off, "a.jpg", QWEN)
 
 
@@ -117,7 +117,7 @@ def test_broken_bytes_give_the_patches_of_their_header_or_a_sentence() -> None:
             broken[dice.randrange(min(len(broken), dice.choice([64, 10**6])))] = dice.randrange(256)
         try:
             found = patches_of_picture(bytes(broken), "a.jpg", QWEN, most_pixels=2**20)
-        except PictureError as error:
+        except MediaError as error:
             num_refused += 1
             assert str(error).startswith("a.jpg: found ")
             continue

@@ -165,7 +165,7 @@ def test_prepared_pictures_are_found_again(folder: Path, form: str) -> None:
             assert files.raw(*place) == picture(number)
             sides = int(item["height"]), int(item["width"])
             assert sides == sources.SIDES[number]
-            stored = StoredPicture(files, *place, *sides)
+            stored = StoredPicture(files, place, sides)
             assert stored.values.shape == np.asarray(stored.values).shape
             at = int(item["token"])
             (token,) = tokens.read(document, at, at + 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from megatron_hdp.data.media import PictureError, PictureSize, size_of_picture
+from megatron_hdp.data.media import MediaError, PictureSize, size_of_picture
 from tests.data.media.drawn import KINDS, ORIENTATION, TURNED, chunk, drawn, saved
 
 
@@ -59,7 +59,7 @@ def test_plain_webp_is_not_read_whole(
     assert size_of(raw) == PictureSize(*sides)
     if "xmp" not in how:
         assert size_of(raw[:40]) == PictureSize(*sides)
-        with pytest.raises(PictureError, match="expected at most"):
+        with pytest.raises(MediaError, match="expected at most"):
             size_of(raw, most_pixels=sides[0] * sides[1] - 1)
 
 
@@ -76,20 +76,20 @@ def test_of_several_frames_the_first_one_is_the_picture(form: str) -> None:
 def test_a_bomb_is_refused(sides: tuple[int, int]) -> None:
     head = struct.pack(">II5B", *sides, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
-    with pytest.raises(PictureError, match=r"a\.jpg: .* pixels, expected at most 67,108,864"):
+    with pytest.raises(MediaError, match=r"a\.jpg: .* pixels, expected at most 67,108,864"):
         size_of(bomb)
 
 
 def test_limits_are_of_both_sides() -> None:
     raw = saved(drawn(30, 41), "jpeg")
     assert size_of(raw, most_pixels=30 * 41)
-    with pytest.raises(PictureError, match="30 x 41 pixels, expected at most 1,229"):
+    with pytest.raises(MediaError, match="30 x 41 pixels, expected at most 1,229"):
         size_of(raw, most_pixels=30 * 41 - 1)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"<svg/>", b"\xff\xd8"])
 def test_what_is_no_picture_is_refused(raw: bytes) -> None:
-    with pytest.raises(PictureError, match="no picture with a whole header, expected one of JPEG"):
+    with pytest.raises(MediaError, match="no picture with a whole header, expected one of JPEG"):
         size_of(raw)
 
 
@@ -105,7 +105,7 @@ def test_broken_bytes_give_a_size_or_a_sentence(kind: str) -> None:
                 broken[dice.randrange(min(len(broken), 400))] = dice.randrange(256)
         try:
             size_of(bytes(broken))
-        except PictureError as error:
+        except MediaError as error:
             refused += 1
             assert str(error).startswith("a.jpg: found ")
     assert refused

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_hdp.data.media import (
-    PictureError,
+    MediaError,
     PictureFiles,
     PictureSettings,
     StoredPicture,
@@ -36,7 +36,7 @@ def stored(tmp_path: Path) -> StoredPicture:
     raw = sources.picture(1)
     (tmp_path / "x.bin").write_bytes(b"before" + raw + b"behind")
     files = PictureFiles(str(tmp_path), PictureSettings.of(media))
-    return StoredPicture(files, "x.bin", 6, len(raw), *SIDES)
+    return StoredPicture(files, ("x.bin", 6, len(raw)), SIDES)
 
 
 def test_an_encoder_sees_its_patches(stored: StoredPicture) -> None:
@@ -56,20 +56,18 @@ def test_it_is_the_same_on_all_ranks_wherever_its_files_lie(
     stored: StoredPicture, tmp_path: Path
 ) -> None:
     files = PictureFiles(str(tmp_path / "elsewhere"), stored._files.settings)
-    other = StoredPicture(files, *stored._place, *SIDES)
+    other = StoredPicture(files, stored._place, SIDES)
     assert repr(other) == repr(stored)
-    assert repr(StoredPicture(files, *stored._place, SIDES[0], SIDES[1] * 2)) != repr(stored)
+    assert repr(StoredPicture(files, stored._place, (SIDES[0], SIDES[1] * 2))) != repr(stored)
 
 
 def test_a_file_that_has_changed_is_told(stored: StoredPicture, tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"before" + sources.picture(0).ljust(stored._place[2], b"\0"))
-    with pytest.raises(
-        PictureError, match="found a grid of .* by the header: the file has changed"
-    ):
-        _ = stored.pixels
+    with pytest.raises(MediaError, match="found a grid of .* by the header: the file has changed"):
+        _ = stored.array
     (tmp_path / "x.bin").write_bytes(b"before")
-    with pytest.raises(PictureError, match=r"found 0 bytes from 6 on, expected .* has changed"):
-        _ = stored.pixels
+    with pytest.raises(MediaError, match=r"found 0 bytes from 6 on, expected .* has changed"):
+        _ = stored.array
 
 
 def test_a_section_is_a_file_of_its_own(tmp_path: Path) -> None:
