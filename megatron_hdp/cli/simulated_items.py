@@ -32,13 +32,13 @@ class Encoding:
 
 
 def patches_of(corpus: Corpus, step: Step) -> Int64Array:
-    """Of each picture of a step, ``[items]``; nothing is decoded."""
+    """Of each item of a step, ``[items]``; nothing is decoded."""
     columns = zip(step.sources.tolist(), step.rows.tolist(), step.lengths.tolist(), strict=True)
     found = [
-        int(np.prod(picture.grid))
+        item.num_patches
         for number, row, length in columns
         if isinstance(source := corpus.sources[number], PictureSource)
-        for _, picture in source.items(row, length)
+        for _, item in source.items(row, length)
     ]
     return np.array(found, dtype=np.int64)
 

@@ -114,6 +114,11 @@ class StoredItem(ABC):
     def shape(self) -> tuple[int, int]:
         """Of its values."""
 
+    @property
+    @abstractmethod
+    def num_patches(self) -> int:
+        """What its encoder counts of it."""
+
     @abstractmethod
     def _read(self, raw: bytes, name: str) -> AnyArray:
         """Return its values from the bytes of its file.
@@ -180,9 +185,14 @@ class StoredPicture(StoredItem):
         return grid_of(self._settings.resizing, self.height, self.width)
 
     @property
+    def num_patches(self) -> int:
+        """All of its grid."""
+        return int(np.prod(self.grid))
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Patches, and values of each."""
-        return int(np.prod(self.grid)), _COLOURS * self._settings.resizing.patch**2
+        return self.num_patches, _COLOURS * self._settings.resizing.patch**2
 
     @property
     def _settings(self) -> PictureSettings:
@@ -211,6 +221,11 @@ class StoredSound(StoredItem):
     def num_frames(self) -> int:
         """Those that hold sound."""
         return self.width
+
+    @property
+    def num_patches(self) -> int:
+        """States that become rows."""
+        return self._windows.patches(self.height, self.width)[0]
 
     @property
     def shape(self) -> tuple[int, int]:
