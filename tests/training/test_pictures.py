@@ -275,13 +275,13 @@ def one_sentence(arguments):
 def test_pictures_want_an_encoder(run_ranks, tmp_path):
     whole = pictures_run(tmp_path, steps=1)
     said = run_ranks(1, one_sentence, replace(whole, hdp_encoder=None, **ALONE))[0]
-    assert "found a source with pictures or sounds and nothing to encode" in said
+    assert "found a source with pictures and nothing to encode them" in said
     may_fail = tmp_path / "may-fail.yaml"
     keys = "format: chat\n    on-failure: go-on-without"
     may_fail.write_text(sources.MIXTURE.replace("format: chat", keys))
     with_plane = replace(whole, hdp_data=may_fail, hdp_loaders="ray", **ALONE)
     said = run_ranks(1, one_sentence, with_plane)[0]
-    assert "found on-failure: go-on-without of source 'pictures', which has pictures or" in said
+    assert "found on-failure: go-on-without of source 'pictures', which has pictures" in said
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "llama"}')

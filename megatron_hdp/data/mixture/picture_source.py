@@ -133,6 +133,11 @@ class PictureSource(TableSource):
         return True
 
     @property
+    def noun(self) -> str:
+        """What its items are called."""
+        return self.pictures.files.settings.noun
+
+    @property
     def index_bytes(self) -> int:
         """Bytes of the table and of the items."""
         return super().index_bytes + os.path.getsize(self.prefix + SUFFIX)

@@ -19,6 +19,7 @@ from megatron_hdp.data.mixture import (
     DataFile,
     MixtureSpec,
     Opening,
+    PictureSource,
     any_documents,
     open_corpus,
     read_data_file,
@@ -80,17 +81,18 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
         ValueError: one of them cannot be opened, or has no sequence.
     """
     corpus = open_corpus(spec, _opening(arguments))
-    if corpus.has_pictures and arguments.hdp_encoder is None:
+    with_media = [one for one in corpus.sources if isinstance(one, PictureSource)]
+    if with_media and arguments.hdp_encoder is None:
         raise ValueError(
-            f"{spec.origin}: found a source with pictures or sounds and nothing to encode them, "
+            f"{spec.origin}: found a source with {with_media[0].noun}s and nothing to encode them, "
             "expected --hdp-encoder, of python -m megatron_hdp.pretrain_gpt, or text alone"
         )
-    names = [f"'{one.name}'" for one in corpus.sources if one.has_pictures and one.spec.may_fail]
-    if names:
-        raise ValueError(
-            f"{spec.origin}: found on-failure: {GO_ON_WITHOUT} of source {', '.join(names)}, which "
-            "has pictures or sounds, expected it of sources of text alone: leave it out"
-        )
+    for one in with_media:
+        if one.spec.may_fail:
+            raise ValueError(
+                f"{spec.origin}: found on-failure: {GO_ON_WITHOUT} of source '{one.name}', which "
+                f"has {one.noun}s, expected it of sources of text alone: leave it out"
+            )
     return corpus
 
 

@@ -84,7 +84,7 @@ def test_commands_that_train_text_refuse_pictures(
 ) -> None:
     monkeypatch.setattr(loading, "say", print)
     arguments = arguments_of(hdp_data=mix, data_path=None)
-    with pytest.raises(ValueError, match="a source with pictures or sounds and nothing"):
+    with pytest.raises(ValueError, match="a source with pictures and nothing to encode them"):
         open_split(arguments, split_specs(arguments)["train"])
 
 
