@@ -257,9 +257,10 @@ class Agent:
     def _end(self, code: int) -> None:
         """Ends all processes of all nodes, and the other agents with the job's code."""
         nodes = [*self._others.present.values()]
-        for member in self._ranks.members:
-            if not self._coordinator.is_member(member):
-                self._ranks.kill(member)  # it waits to join, and holds nothing
+        for where in (self._ranks, *nodes):
+            for member in where.members:
+                if not self._coordinator.is_member(member):
+                    where.kill(member)  # it waits to join, and holds nothing
         for node in nodes:
             node.end(code)
         self._ranks.end(GRACE_S)

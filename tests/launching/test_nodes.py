@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_hdp.cli.launch import first_node, place_of
 from megatron_hdp.exit_codes import ExitCode
-from megatron_hdp.launching import Agent, LaunchPlan, NodeAgent, wire
+from megatron_hdp.launching import Agent, LaunchPlan, NodeAgent, agent, node_agent, wire
 from megatron_hdp.launching.agent import places_in
 from megatron_hdp.launching.other_nodes import OtherNodes
 from megatron_hdp.launching.wire import Arrival, Order, Told
@@ -28,11 +28,14 @@ from megatron_hdp.runtime.epochs import Epoch, Terms, keys
 from tests.support import ranks
 
 RANK = f"""\
-import os, time
+import os, signal, time
 NAMES = "{keys.HOST}", "GROUP_RANK", "{keys.PLACE}"
 open(os.environ["FOLDER"] + "/rank-" + os.environ["{keys.MEMBER}"], "w").write(
     " ".join([str(os.getpid())] + [os.environ[name] for name in NAMES])
     + chr(10))
+if os.path.exists(os.environ["FOLDER"] + "/joiners-wait") and "{keys.JOINS}" in os.environ:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that waits in its store
+    time.sleep(600)
 while not os.path.exists(os.environ["FOLDER"] + "/end"):
     if os.path.exists(os.environ["FOLDER"] + "/mistake-" + os.environ["{keys.MEMBER}"]):
         os._exit(2)
@@ -43,6 +46,7 @@ TIMEOUT_S = 6.0
 
 
 def agent_main(plan, host, folder):
+    agent.GRACE_S = node_agent.GRACE_S = 600.0  # who is asked to end, ends
     output = os.open(folder / f"log-{plan.node_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 2)
     os.environ |= {keys.HOST: host, "FOLDER": str(folder)}
@@ -226,6 +230,18 @@ def test_a_node_that_is_needed_does_not_leave(tmp_path):
         os.kill(job.agents[1].pid, signal.SIGTERM)
         job.until(lambda: "too few HDP ranks would be left" in job.log(0))
         job.until(lambda: not job.lives(0))  # SIGTERM, at which a rank that trains saves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_who_waits_to_join_holds_up_no_end(tmp_path, node):
+    (tmp_path / "joiners-wait").touch()
+    with two_nodes(tmp_path) as job:
+        job.kill(node)
+        job.members(1)
+        job.until(lambda: job.rank(2))
+        assert job.end() == [ExitCode.DONE, ExitCode.DONE]
+        assert not job.lives(2)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from megatron_hdp.runtime.epochs.keys import Epoch, Terms
 from megatron_hdp.runtime.epochs.sockets import open_sockets, shut_connections
 
 _LOOK_S = 0.01
+_LONGEST_LOOK_S = 0.1
 _LISTEN = timedelta(days=1)  # the store prints a line each time that it is over
 
 
@@ -225,8 +226,10 @@ class Membership:
 
     def _wait(self, key: str) -> None:
         """As long as the agent likes, while it lives: the listening thread knows."""
+        pause_s = _LOOK_S
         while not self._store.check([key]):
-            time.sleep(_LOOK_S)
+            time.sleep(pause_s)
+            pause_s = min(1.01 * pause_s, _LONGEST_LOOK_S)  # a spare waits for hours
 
     def _listen(self) -> None:
         heard: tuple[int, int] = (-1, 0)
