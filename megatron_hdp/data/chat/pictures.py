@@ -43,6 +43,7 @@ from megatron_hdp.data.tokenizers import Tokenizer
 _VERSION = 1  # of what this module makes of a row: another result is another version
 _CAPTIONS = ("caption", "text", "txt")
 _CONTENTS = ("content", "value")
+_VIDEOS = ("video", "video_url")
 
 
 class PictureConversations:
@@ -259,7 +260,7 @@ class _Pictures:
         content = message[key]
         if isinstance(content, str):
             return {**message, key: self._marked(content)}
-        if isinstance(content, list) and any(map(self._is_item, content)):
+        if isinstance(content, list) and any(map(self._is_medium, content)):
             return {**message, key: "".join(map(self._part, content))}
         return message
 
@@ -273,7 +274,10 @@ class _Pictures:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise BadConversationError(f"a part `{kind}`, expected text or a {self._settings.noun}")
+            remedy = ": give its frames as pictures" if kind in _VIDEOS else ""
+            raise BadConversationError(
+                f"a part `{kind}`, expected text or a {self._settings.noun}{remedy}"
+            )
         return self._marked(text)
 
     @property
@@ -284,6 +288,10 @@ class _Pictures:
 
     def _is_item(self, part: Any) -> bool:
         return isinstance(part, dict) and part.get("type") in self._kinds
+
+    def _is_medium(self, part: Any) -> bool:
+        """Whether a part is an item, or a video, which is refused."""
+        return self._is_item(part) or (isinstance(part, dict) and part.get("type") in _VIDEOS)
 
     def _marked(self, text: str) -> str:
         first, *others = text.split(self._settings.mark)

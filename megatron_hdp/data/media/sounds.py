@@ -34,6 +34,8 @@ _TYPES = {
 """Of a WAV's samples, by format and bits; of 24 bits their bytes."""
 _RIFF, _CHUNK, _FMT = struct.Struct("<4sI4s"), struct.Struct("<4sI"), struct.Struct("<HHIIHH")
 _SUBFORMAT, _WITH_SUBFORMAT = 24, 26  # of an extensible format: where it stands, and ends
+_MOST_CHUNKS = 1000  # before the samples
+_RATES = range(1000, 768_001)
 _UNTOLD = 2**32 - 1  # the size that who writes into a pipe gives
 _FLAC, _FLAC_BYTES = b"fLaC", 26
 
@@ -80,16 +82,16 @@ def size_of_sound(stream: BinaryIO, name: str) -> SoundSize:
         MediaError: it is no sound that is read here, or its header is damaged.
         ModuleNotFoundError: it is neither WAV nor FLAC, and soundfile is not installed.
     """
-    if (wav := _wav(stream, name)) is not None:
-        return wav.size
-    found = _flac(stream)
+    wav = _wav(stream, name)
+    found = wav.size if wav is not None else _flac(stream)
     if found is None:
         with _opened(stream, name) as file:
             found = SoundSize(int(file.frames), int(file.samplerate))
-    if found.num_samples < 1 or found.rate < 1:
+    if found.num_samples < 1 or found.rate not in _RATES:
         raise MediaError(
             f"{name}: found a sound of {found.num_samples:,} samples, {found.rate:,} a second, "
-            "expected some: save it again, or leave it out"
+            f"expected some, {_RATES.start:,} to {_RATES[-1]:,} a second: save it again, or leave "
+            "it out"
         )
     return found
 
@@ -132,7 +134,9 @@ def _wav(stream: BinaryIO, name: str) -> _Wav | None:
         return None
     end = stream.seek(0, os.SEEK_END)
     at, about = _RIFF.size, None
-    while at + _CHUNK.size <= end:
+    for _ in range(_MOST_CHUNKS):
+        if at + _CHUNK.size > end:
+            break
         stream.seek(at)
         kind, size = _CHUNK.unpack(stream.read(_CHUNK.size))
         at += _CHUNK.size

@@ -96,6 +96,12 @@ def test_an_answer_may_hold_a_picture_that_is_not_predicted(folder: Path) -> Non
     assert SEEN in written(folder, row)
 
 
+def with_part(part: dict[str, Any]) -> dict[str, Any]:
+    row = parts("what?")
+    row["messages"][0]["content"].append(part)
+    return row
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -105,6 +111,10 @@ def test_an_answer_may_hold_a_picture_that_is_not_predicted(folder: Path) -> Non
         (parts("<|image_pad|>", 0), r"2 <\|image_pad\|> among its tokens and 1 pictures"),
         ({"texts": ["a"], "images": []}, "1 `texts` and 0 `images`"),
         (llava("<image>", [0]) | {"audio": "a.wav"}, "`audio`"),
+        (
+            with_part({"type": "video", "video": ["a.png"]}),
+            "a part `video`.*its frames as pictures",
+        ),
         (llava("<image>", []) | {"image": "https://x/y.jpg"}, "begins with https:"),
         (llava("<image>", []) | {"image": "x.jsonl"}, "no picture with a whole header"),
         (llava("<image>", []) | {"image": 3}, "found 3 as a picture"),
