@@ -13,6 +13,7 @@ pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
 pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
 
 
+@pytest.mark.slow
 def test_describe_and_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def extracted(samples: Any, *, by_torch: bool) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [481, 16_000])
 def test_an_encoder_hears_what_transformers_hears(count: int) -> None:
     """Bit for bit without torch, to the last digits of float32 with it."""
@@ -47,6 +48,17 @@ def test_an_encoder_hears_what_transformers_hears(count: int) -> None:
     found = spectrogram_of(samples, seen, 3000)
     assert np.array_equal(found, extracted(samples, by_torch=False)[:, :seen])
     np.testing.assert_allclose(found, extracted(samples, by_torch=True)[:, :seen], atol=5e-5)
+
+
+def test_what_is_not_needed_is_not_computed() -> None:
+    """The first frames of a window are the same however many are asked for; silence is its own."""
+    samples = sounds.waves(1600, 3)
+    whole = spectrogram_of(samples, 100, 3000)
+    assert whole.shape == (128, 100) and whole.dtype == np.float32
+    for count in (1, 9, 11):
+        assert np.array_equal(spectrogram_of(samples, count, 3000), whole[:, :count])
+    assert (spectrogram_of(samples * 0, 20, 3000) == -1.5).all()
+    assert whole[:, 20:].max() == whole.min() == whole.max() - np.float32(2)
 
 
 @pytest.mark.slow
@@ -59,6 +71,7 @@ def test_an_encoder_hears_the_same_of_any_length(count: int, loudness: float) ->
         assert np.array_equal(spectrogram_of(samples, seen, 3000), expected[:, :seen])
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_processor() -> None:
     """Of 10,000 lengths, by the arithmetic of its three lines; the extractor counts frames."""
     extractor = transformers.WhisperFeatureExtractor(feature_size=8)
@@ -166,11 +179,10 @@ def truncated(raw: bytes) -> bytes:
         (sounds.as_wav(sounds.waves(320)), "a sound of 1 x 2 frames of 10 ms, expected 1 x 3"),
     ],
 )
-def test_bad_headers_are_bad_rows(tmp_path: Path, raw: bytes, words: str) -> None:
-    (tmp_path / "sounds").mkdir()
-    (tmp_path / sounds.name(0)).write_bytes(raw)
-    with pytest.raises(BadConversationError, match=words):
-        conversations(tmp_path).render(sounds.asked(0), str(tmp_path / "x.jsonl"), 0)
+def test_bad_headers_are_told(raw: bytes, words: str) -> None:
+    settings = settings_of(QWEN)
+    with pytest.raises(ValueError, match=words):
+        settings.rows(*(np.array([one]) for one in settings.size_of(io.BytesIO(raw), "x")))
 
 
 @pytest.mark.slow
@@ -222,13 +234,16 @@ def test_sounds_are_written_as_qwen_writes_them(tmp_path: Path) -> None:
         text = tiny_tokenizer.text_of(made._tokenizer, found.ids)
         assert said in text
         assert [(one.height, one.width) for one in found.items] == [(1, 10), (1, 26)]
+    (tmp_path / sounds.name(3)).write_bytes(truncated(sounds.sound(3)))
+    with pytest.raises(BadConversationError, match="expected a whole one: copy it again"):
+        made.render(sounds.asked(3), str(tmp_path / "x.jsonl"), 0)
     with pytest.raises(BadConversationError, match="expected text or a sound"):
         row = sounds.asked(0, "what?")
         row["messages"][0]["content"].append({"type": "image", "image": "x.png"})
         made.render(row, str(tmp_path / "x.jsonl"), 0)
 
 
-FORMATS = ["lines", "tar", "parquet"]
+FORMATS = ["lines", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tar", "parquet"))]
 
 
 def write(folder: Path, form: str) -> Path:
