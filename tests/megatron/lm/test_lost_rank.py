@@ -35,7 +35,8 @@ from tests.megatron.lm.test_models import ACROSS, BALANCED
 from tests.support.gradients import write_corpus
 from tests.training.epoch_traces import read_trace, require_whole
 
-pytestmark = [*MARKS, pytest.mark.slow]
+PATIENCE_S = 1700.0  # a busy machine takes ten times as long as a quiet one
+pytestmark = [*MARKS[:-1], pytest.mark.timeout(1800), pytest.mark.slow]
 
 STEPS = 6
 SURVIVAL = "megatron_hdp.megatron.lm.survival"
@@ -128,7 +129,7 @@ def moments(tmp_path_factory):
     for name, fault in MOMENTS.items():
         fault = {str(VICTIMS.get(name, 1)): fault}
         plan.append(surviving(folder, name, survives=fault, fp64=True))
-    drive(folder, plan)
+    drive(folder, plan, timeout_s=PATIENCE_S)
     return folder
 
 
@@ -170,7 +171,7 @@ def layouts(request, tmp_path_factory):
             flags = [*flags, *offloading(folder, 4)]
         plan.append(surviving(folder, f"{name} alone", alone, ranks=ranks, tokens="256"))
         plan.append(surviving(folder, name, flags, tokens=tokens, **JOINS))
-    drive(folder, plan)
+    drive(folder, plan, timeout_s=PATIENCE_S)
     return folder
 
 
@@ -189,7 +190,6 @@ def test_a_rank_dies_and_another_joins(layouts, name):
 
 
 @pytest.mark.skipif("HDP_TEST_KILLS" not in os.environ, reason="asked for by HDP_TEST_KILLS=20")
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("how", ["whole", "sharded"])
 def test_twenty_deaths_and_as_many_joins(tmp_path, how):
     """Whoever lives through them holds no more in the end than steps alone make it hold."""
@@ -199,7 +199,7 @@ def test_twenty_deaths_and_as_many_joins(tmp_path, how):
     flags, metrics = ([], OVERLAPPED)[how == "sharded"], str(tmp_path / how / "metrics.jsonl")
     more = {"survives": {}, "replaces": True, "deaths": metrics}
     plan.append(surviving(tmp_path, how, flags, tokens="100", **longer, **more))
-    drive(tmp_path, plan, timeout_s=1700)
+    drive(tmp_path, plan, timeout_s=PATIENCE_S)
     found, expected = lines_of(tmp_path, how), lines_of(tmp_path, "one")
     assert [one["step"] for one in found] == list(range(1, 401))
     for one, other in zip(found, expected, strict=True):  # in float32, and rounding grows
@@ -230,7 +230,7 @@ def saving(request, tmp_path_factory):
         joins = {"replaces": True, "waits_at": 5} if name == "joins" else {}
         more = {"survives": SAVING[name], "saves_beside": True, **joins}
         plan.append(surviving(folder, name, BESIDE, **more))
-    drive(folder, plan)
+    drive(folder, plan, timeout_s=PATIENCE_S)
     return folder
 
 
@@ -251,7 +251,7 @@ def test_a_save_under_way_is_made_again(saving, name):
 
 def test_the_command_loses_a_rank(tmp_path):
     write_corpus(tmp_path, LENGTHS)
-    run = surviving(tmp_path, "command", survives={})
+    run = surviving(tmp_path, "command", survives={}, seldom=True, steps=60)
     launch = [sys.executable, "-m", "megatron_hdp.cli.main", "launch", "--nproc-per-node", "4"]
     command = [*launch, "-m", "megatron_hdp", "run", run["script"], *run["arguments"]]
     metrics, log = tmp_path / "command" / "metrics.jsonl", tmp_path / "log"
@@ -263,8 +263,8 @@ def test_the_command_loses_a_rank(tmp_path):
             assert job.poll() is None, log.read_text()[-3000:]
             time.sleep(0.02)
         psutil.Process(job.pid).children()[1].kill()
-        assert job.wait(240) == ExitCode.DONE, log.read_text()[-3000:]
+        assert job.wait(PATIENCE_S) == ExitCode.DONE, log.read_text()[-3000:]
     finally:
         job.kill()
     assert "was killed by SIGKILL" in log.read_text()
-    assert [one["step"] for one in lines_of(tmp_path, "command")] == [1, 2, 3, 4, 5, 6]
+    assert [one["step"] for one in lines_of(tmp_path, "command")] == list(range(1, 61))
