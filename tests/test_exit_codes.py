@@ -14,7 +14,8 @@ UNREAD = {"children.py"}  # processes whose starter is gone: nobody reads it
 def literals(source: str) -> list[int]:
     """Lines on which a number is an exit code."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    is_about_them = any(word in source for word in ENDINGS | ENTRIES)
+    for node in ast.walk(ast.parse(source if is_about_them else "")):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             codes = node.args[:1] if name in ENDINGS else []

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -177,16 +178,14 @@ def _may_import(room: str, target: str) -> bool:
     )
 
 
-def _imports(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
+def _each_import(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
     """Yield line and full name of every import, inside functions and relative ones too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = module.split(".")[: -node.level]
-                base = ".".join([*parents, base]).rstrip(".")
+            parents = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*parents, node.module or ""]).rstrip(".")
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and _is_import_call(node) and node.args:
             name = node.args[0]
@@ -194,9 +193,11 @@ def _imports(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name.value
 
 
+_imports = cache(lambda source, module: [*_each_import(ast.parse(source), module)])
+
+
 def _is_import_call(node: ast.Call) -> bool:
-    function = node.func
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     return name in {"import_module", "__import__", "find_spec"}
 
 
@@ -205,7 +206,7 @@ def violations(source: str, module: str) -> list[str]:
     room = _room(module)
     floor = room.split("/")[0]
     found = []
-    for line, name in _imports(ast.parse(source), module):
+    for line, name in _imports(source, module):
         top = name.split(".")[0]
         where = f"{module}:{line} imports {name}"
         if top == "megatron_hdp":
@@ -255,7 +256,7 @@ def _module_graph() -> dict[str, set[str]]:
     modules = {_module(path).removesuffix(".__init__"): path for path in sources}
     graph = {}
     for module, path in modules.items():
-        named = (name for _, name in _imports(ast.parse(path.read_text()), _module(path)))
+        named = (name for _, name in _imports(path.read_text(), _module(path)))
         found = {name if name in modules else name.rpartition(".")[0] for name in named}
         graph[module] = (found & set(modules)) - {module}
     return graph
@@ -435,10 +436,7 @@ def test_every_room_says_its_idea_and_is_no_crowd() -> None:
 
 def _importers(texts: Mapping[str, str]) -> dict[str, set[str]]:
     """Who imports each module, rooms' faces aside: a name of a face leads to who defines it."""
-    named = {
-        module: {name for _, name in _imports(ast.parse(text), module)}
-        for module, text in texts.items()
-    }
+    named = {module: {name for _, name in _imports(text, module)} for module, text in texts.items()}
     faces = {module for module in texts if module.endswith(".__init__")}
     offered = {
         f"{face.removesuffix('.__init__')}.{name.rpartition('.')[2]}": name

@@ -65,11 +65,8 @@ print("fine")
 """
 
 
-@pytest.mark.parametrize(
-    "code",
-    [MEGATRON_FIRST, pytest.param(PLUGIN_FIRST, marks=pytest.mark.slow)],
-    ids=["megatron", "plugin"],
-)
+@pytest.mark.slow  # in one process: tests/megatron/lm/test_patching.py
+@pytest.mark.parametrize("code", [MEGATRON_FIRST, PLUGIN_FIRST], ids=["megatron", "plugin"])
 def test_whichever_is_imported_first(tmp_path, code):
     done = run_python("-c", code, path=[fake_megatron_lm.write(tmp_path)])
     assert done.stdout.strip() == "fine", done.stderr

@@ -278,7 +278,7 @@ def test_a_signal_ends_the_workers_and_leaves_nothing(tmp_path, number):
         time.sleep(0.005)
     below = psutil.Process(process.pid).children()
     process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=570)
     assert (process.returncode, bool(shards)) == (130, True)
     assert error.endswith("megatron-hdp preprocess: interrupted\n") and "Traceback" not in error
     assert psutil.wait_procs(below, timeout=10)[1] == []

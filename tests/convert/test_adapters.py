@@ -64,13 +64,19 @@ def added(folder, base, scale):
     return base
 
 
-def test_separate_and_merged(run_ranks, tuned, tmp_path):
-    """Both are the model that was trained; what is not adapted keeps its bits."""
+def converted(tuned, tmp_path):
+    """What `tuned` has of a model, after the command has written both ways of its adapters."""
     model, base, folder, sequences = tuned("llama3")
     words = ["convert", "--from", str(folder), "--like", str(model), "--to-hf"]
     assert main([*words, str(tmp_path / "separate")]) == 0
     merge = ["--adapters", "merged", "--base", str(base)]
     assert main([*words, str(tmp_path / "merged"), *merge]) == 0
+    return model, base, folder, sequences
+
+
+def test_separate_and_merged(tuned, tmp_path):
+    """Both are the same model; what is not adapted keeps its bits."""
+    model, *_ = converted(tuned, tmp_path)
     settings = json.loads((tmp_path / "separate" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (3, 12.0)
     every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -79,6 +85,12 @@ def test_separate_and_merged(run_ranks, tuned, tmp_path):
     expected = added(tmp_path / "separate", load_file(model / "model.safetensors"), 4.0)
     assert merged.keys() == expected.keys()
     torch.testing.assert_close(merged, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_is_merged_is_what_was_trained(run_ranks, tuned, tmp_path):
+    """The same log-probabilities as by the adapters beside their base."""
+    model, base, folder, sequences = converted(tuned, tmp_path)
     flags = [f"--config={base}/model.yaml", *TRAINING, *HDP, *ADAPTERS, "--hdp-tokens-per-rank=64"]
     before, after = run_ranks(2, log_probs_of_adapted, flags, base, folder, sequences)[0]
     assert largest_difference(model, before, sequences) < 1e-4

@@ -19,7 +19,7 @@ from megatron_hdp.session import HdpSession
 from megatron_hdp.training.loop import pretrain
 from tests.convert.models import MODELS, VOCABULARY, logits_of, save_model
 
-FAST = {"gpt-oss", "deepseek-yarn"}
+QUICK = {"gpt-oss"}  # experts, sinks, windows, YaRN
 LENGTHS = [50, 7, 30, 90, 12, 64]
 TRAINING = ["--train-iters=1", "--lr=0", "--split=1,0,0", f"--global-batch-size={len(LENGTHS)}"]
 HDP = ["--hybrid-data-parallel", "--hdp-tokens-per-rank=64", "--hdp-long-sequence=error"]
@@ -123,7 +123,7 @@ def test_tensors_come_back(converted, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
 )
 def test_logits_under_hdp(run_ranks, converted, name):
     model, checkpoint = converted(name)
@@ -142,7 +142,8 @@ def test_logits_of_stock_attention(run_ranks, converted):
     assert np.abs(found - logits_of(model, tokens).numpy()).max() <= 1e-5
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen2", marks=pytest.mark.slow), "mixtral"])
+@pytest.mark.slow  # a run on converted weights: test_adapters.py
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
 def test_first_loss_under_hdp(run_ranks, converted, tmp_path, name):
     model, checkpoint = converted(name)
     prefix, sequences = documents(tmp_path)

@@ -39,7 +39,7 @@ def in_a_process(function, *arguments):
     """Exit code of a process of its own that calls a function."""
     process = _CONTEXT.Process(target=function, args=arguments)
     process.start()
-    process.join(120)
+    process.join(570)
     return process.exitcode
 
 

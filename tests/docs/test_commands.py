@@ -202,7 +202,7 @@ def test_the_job_script_prints_its_commands(folder):
     environment, words = split(command.text)
     environment = os.environ | environment | {"PYTHON": sys.executable}
     done = subprocess.run(
-        words, env=environment, cwd=folder, capture_output=True, text=True, timeout=60
+        words, env=environment, cwd=folder, capture_output=True, text=True, timeout=570
     )
     assert done.returncode == 0, done.stderr
     assert "torch.distributed.run" in done.stdout or "torchrun" in done.stdout

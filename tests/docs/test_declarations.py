@@ -147,7 +147,7 @@ def test_cells_stay_in_their_column():
 def test_it_prints_a_table():
     script = ROOT / "docs" / "_ext" / "declarations.py"
     done = [
-        subprocess.run([sys.executable, script, name], capture_output=True, text=True, timeout=60)
+        subprocess.run([sys.executable, script, name], capture_output=True, text=True, timeout=570)
         for name in ("exit-codes", "gone")
     ]
     assert done[0].stdout == declarations.TABLES["exit-codes"]()

@@ -161,8 +161,10 @@ def try_nccl():
 @pytest.mark.parametrize(
     ("transport", "device", "name"),
     [
-        pytest.param("native", "cpu", "torch", id="cpu-native", marks=pytest.mark.slow),
-        pytest.param("staged", "cpu", "torch", id="cpu-staged"),
+        *(  # rings of a CPU: tests/runtime/ring
+            pytest.param(one, "cpu", "torch", id=f"cpu-{one}", marks=pytest.mark.slow)
+            for one in ("native", "staged")
+        ),
         *(
             pytest.param(transport, *one.values, id=f"{one.id}-{transport}", marks=on_gpu)
             for transport in ("native", "staged")

@@ -160,6 +160,7 @@ def test_gradients_of_random_batches(run_ranks, case):
     assert max(errors) <= TOLERANCE, errors
 
 
+@pytest.mark.slow  # rows of EP groups have plans of `auto` and others
 def test_gradients_of_plans_for_experts(run_ranks, tmp_path):
     """Two EP groups of two ranks: rings inside one and over both, whole ones beside, padding."""
     case = Case(4, EXPERTS | ACROSS | {"hdp_tokens_per_rank": 64}, ("auto",), 0)

@@ -48,7 +48,7 @@ def started(*words, launcher=(), module="megatron_hdp.cli.main profile"):
         env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=570,
     )
 
 
@@ -249,6 +249,7 @@ def test_neither_shared_experts_nor_dense_layers_count(run_ranks, tmp_path):
         assert run_ranks(ranks, measured, arguments) == [6 * TOKENS * met] * ranks
 
 
+@pytest.mark.slow  # their case is above, their fit in test_fitting.py
 def test_experts_have_a_share_of_their_own(run_ranks):
     """Two ranks that share the experts, whose tokens are most of the work."""
     flags = f"""{SMALL} 1 --hdp-tokens-per-rank 256 --seq-length 512

@@ -56,7 +56,9 @@ GROWING = {  # functions that hold something of every rank; see docs/benchmarks.
 def calls_of_gathering():
     found = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
-        for one in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        tree = ast.parse(text if any(name in text for name in GATHERING) else "")
+        for one in ast.walk(tree):
             if isinstance(one, ast.FunctionDef):
                 for call in ast.walk(one):
                     if isinstance(call, ast.Call):

@@ -46,7 +46,7 @@ def installed(tree, **environment):
         cwd=tree,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=570,
     )
 
 

@@ -26,13 +26,15 @@ def check(errors):
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_loss_under_rings(run_ranks, ranks):
-    check(
-        run_ranks(
-            ranks, errors_of, arguments_of(), KINDS, (None, 1) if ranks == 3 else (None, 0, 1)
-        )[0]
-    )
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    [
+        (3, (1,)),
+        *(pytest.param(one, (None, 0, 1), marks=pytest.mark.slow) for one in (3, 4)),
+    ],
+)
+def test_every_loss_under_rings(run_ranks, ranks, seeds):
+    check(run_ranks(ranks, errors_of, arguments_of(), KINDS, seeds)[0])
 
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000}
@@ -52,17 +54,19 @@ LAYOUTS = {  # ranks, overrides
     "offload": (2, {"num_layers": 4, "hdp_offload": "auto"}),
     "streams": (2, STREAMS | {"hdp_tokens_per_rank": 48}),
 }
-QUICK = {"tp2-overlap"}  # a pipeline below, experts in the slow ones
+OF_THE_VOCABULARY = ("clipped", "hot", "distilled")  # what tensor-parallel ranks exchange
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS],
+    ("layout", "kinds", "seeds"),  # a pipeline below, experts in the slow ones
+    [
+        ("tp2-overlap", OF_THE_VOCABULARY, (None,)),
+        *(pytest.param(one, KINDS, (None, 0), marks=pytest.mark.slow) for one in LAYOUTS),
+    ],
 )
-def test_every_loss_in_layouts(run_ranks, layout):
+def test_every_loss_in_layouts(run_ranks, layout, kinds, seeds):
     ranks, overrides = LAYOUTS[layout]
-    seeds = (0,) if layout in QUICK else (None, 0)
-    check(run_ranks(ranks, errors_of, arguments_of(**overrides), KINDS, seeds)[0])
+    check(run_ranks(ranks, errors_of, arguments_of(**overrides), kinds, seeds)[0])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from tests.support.media import errors_of
 from tests.support.own_loop import arguments_of, session_of
 
 SLOW = pytest.mark.slow
-QUICK = {"qwen3-vl"}  # rows for several layers; tests/encoders has every encoder
 WIDE = {"kv_channels": 12, "num_layers": 4}
 
 
@@ -24,9 +23,8 @@ def arguments_with(overrides=None):
     return arguments_of(**(WIDE | (overrides or {})))
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in QUICK else SLOW) for one in ITEMS_OF]
-)
+@SLOW  # a run with rows for several layers: tests/training/test_pictures.py
+@pytest.mark.parametrize("family", ITEMS_OF)
 def test_rings(run_ranks, family):
     """Items across the slices of rings."""
     errors, calls = run_ranks(3, errors_of, arguments_with(), (0,), family=family)[0]
@@ -97,18 +95,32 @@ class WrongGrid(torch.nn.Module):
         return RowGrid(1, 1, 5)
 
 
-def refusals(arguments, shallow):
-    """Body of a rank: what a model without layers or frequencies for an encoder is answered."""
+def refusals(plain, shallow):
+    """Body of a rank: what models without frequencies or layers for an encoder are answered."""
+    found = [without_frequencies(plain)]
+    parallel.finish()
+    return [*found, without_layers(shallow)]
+
+
+def refusal(session):
+    """Of an encoder with rows for several layers."""
+    with pytest.raises(ValueError) as caught:
+        session.attach_encoder(family_encoder("qwen3-vl"))
+    return str(caught.value)
+
+
+def without_frequencies(arguments):
     parallel.initialise(arguments)
     session = session_of(arguments)
-    found = []
-    try:
-        session.attach_encoder(family_encoder("qwen3-vl"))
-    except ValueError as error:
-        found.append(str(error))
-    if not shallow:
-        session.attach_encoder(family_encoder("llava-clip"))  # asks nothing of the model
-        return found
+    found = [refusal(session)]
+    session.attach_encoder(family_encoder("llava-clip"))  # asks nothing of the model
+    return found
+
+
+def without_layers(arguments):
+    parallel.initialise(arguments)
+    session = session_of(arguments)
+    found = [refusal(session)]
     session.attach_encoder(WrongGrid())
     try:
         session.step(TokenBatch([[1] * 8], media=[MediaItem(0, 1, "picture")]))
@@ -119,15 +131,15 @@ def refusals(arguments, shallow):
 
 def test_models_that_an_encoder_does_not_fit(run_ranks):
     """Every rank says so, the last stage too; text runs on."""
-    for first, second in [
-        run_ranks(2, refusals, arguments_of(), False),
-        run_ranks(2, refusals, arguments_with({"num_layers": 2, **LAYOUTS["pp2"][1]}), True),
-    ]:
-        assert first == second and first
-        kinds = ["found 2 rotary frequencies, expected 6"]
-        if len(first) > 1:
-            kinds = ["found 1 layers on the first pipeline stage", "a grid of 1 x 1 x 5 rows"]
-        assert all(kind in one for kind, one in zip(kinds, first, strict=True)), first
+    shallow = arguments_with({"num_layers": 2, **LAYOUTS["pp2"][1]})
+    first, second = run_ranks(2, refusals, arguments_of(), shallow)
+    assert first == second
+    expected = [
+        ["found 2 rotary frequencies, expected 6"],
+        ["found 1 layers on the first pipeline stage", "a grid of 1 x 1 x 5 rows"],
+    ]
+    for kinds, found in zip(expected, first, strict=True):
+        assert all(kind in one for kind, one in zip(kinds, found, strict=True)), found
 
 
 def levels_swapped(self, rows):

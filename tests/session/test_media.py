@@ -18,9 +18,10 @@ from tests.support.own_loop import arguments_of, session_of
 SLOW = pytest.mark.slow
 
 
-def test_rings_of_any_plan(run_ranks):
+@pytest.mark.parametrize("seeds", [(1,), pytest.param((None, 0, 1), marks=SLOW)])
+def test_rings_of_any_plan(run_ranks, seeds):
     """Items across the slices of rings; every item is encoded once, then once with a graph."""
-    errors, calls = run_ranks(3, errors_of, arguments_of(), (None, 0, 1))[0]
+    errors, calls = run_ranks(3, errors_of, arguments_of(), seeds)[0]
     assert all(error < TOLERANCE for error in errors.values()), errors
     batch = batch_with_items()
     once = sorted(len(one.data) for one in batch.media)
@@ -30,13 +31,13 @@ def test_rings_of_any_plan(run_ranks):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=() if name == "pp2-v2" else SLOW) for name in LAYOUTS],
+    ("layout", "seeds"),
+    [("pp2-v2", (None,)), *(pytest.param(one, (None, 0), marks=SLOW) for one in LAYOUTS)],
 )
-def test_layouts(run_ranks, layout):
+def test_layouts(run_ranks, layout, seeds):
     """Tensor ranks with their own share of tokens, stages without any, streams that run twice."""
     ranks, overrides = LAYOUTS[layout]
-    errors, _ = run_ranks(ranks, errors_of, arguments_of(**overrides))[0]
+    errors, _ = run_ranks(ranks, errors_of, arguments_of(**overrides), seeds)[0]
     assert all(error < TOLERANCE for error in errors.values()), errors
 
 

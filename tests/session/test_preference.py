@@ -131,8 +131,13 @@ def check(errors):
     assert not {case: one for case, one in errors.items() if not one <= 1e-10}
 
 
-def test_gradients_are_those_of_one_rank_that_holds_all_pairs(run_ranks):
-    check(run_ranks(3, errors_of, arguments_of(), tuple(OBJECTIVES), (0,))[0])
+@pytest.mark.parametrize(
+    "kinds",  # the training command's test has the others
+    [("ipo", "orpo"), pytest.param(tuple(OBJECTIVES), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_gradients_are_those_of_one_rank_that_holds_all_pairs(run_ranks, kinds):
+    check(run_ranks(3, errors_of, arguments_of(), kinds, (0,))[0])
 
 
 LAYOUTS = {

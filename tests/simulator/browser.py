@@ -73,7 +73,7 @@ console.log(JSON.stringify({ painted, tips, spoken,
 def seen_on(path: Path, points: Any = (), keys: Any = ()) -> dict[str, Any]:
     """What a page draws, says where the pointer is at `points` and when `keys` are pressed."""
     command = ["node", "-e", _BROWSER, str(path), json.dumps([list(points), list(keys)])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

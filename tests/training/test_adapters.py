@@ -45,9 +45,8 @@ def with_adapters(whole, base, **overrides):
     return replace(whole, pretrained_checkpoint=base, **(ADAPTERS | overrides))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if one == "to-tp2" else SLOW) for one in CASES]
-)
+@SLOW
+@pytest.mark.parametrize("name", CASES)
 def test_resumed_on_another_layout(run_ranks, tmp_path, name):
     """The curve is that of an unbroken run; the base is what it was."""
     model, after = CASES[name]

@@ -50,14 +50,9 @@ def waits_end_without_an_error(member):
     Membership.enter, dist.Work.wait = noted, quiet
 
 
-@pytest.mark.parametrize(
-    ("moment", "how"),
-    [
-        pytest.param(one, how, marks=() if (one, how) == ("in the step", "whole") else SLOW)
-        for one in MOMENTS
-        for how in ("whole", "sharded")
-    ],
-)
+@SLOW  # what does not count is applied by nobody: below
+@pytest.mark.parametrize("how", ["whole", "sharded"])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_nothing_comes_of_what_they_leave(run_ranks, tmp_path, moment, how):
     """A gradient that is not whole passes the vote, and no optimizer applies it."""
     settings = {"save": tmp_path / "saved", "save_interval": 1, "eval_interval": 1}

@@ -155,6 +155,7 @@ def close(found, expected):
     return found == [pytest.approx(one, rel=1e-10) for one in expected]
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_release_keeps_its_order(run_ranks, long_run, tmp_path):
     folder = tmp_path / "checkpoints"
     expected, _ = run_ranks(

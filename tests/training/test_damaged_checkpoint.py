@@ -78,20 +78,26 @@ CASES = [
 ]
 
 
+EACH_DAMAGE = [*CASES[1:4], CASES[5], CASES[8], CASES[11]]
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "cases"),
     [
-        "checksums",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("older", "switched-off")),
+        pytest.param("checksums", EACH_DAMAGE, id="each damage"),
+        *(
+            pytest.param(one, CASES, marks=pytest.mark.slow, id=one)
+            for one in ("checksums", "older", "switched-off")
+        ),
     ],
 )
-def test_a_damaged_file_is_named_on_every_rank(run_ranks, copy, tmp_path, kind):
+def test_a_damaged_file_is_named_on_every_rank(run_ranks, copy, tmp_path, kind, cases):
     arguments, folder = copy
     if kind == "older":
         for path in folder.glob(f"*/{SUMS}"):
             path.unlink()
     runs, names = [], []
-    for number, (name, damage) in enumerate(CASES):
+    for number, (name, damage) in enumerate(cases):
         if kind == "older" and name == SUMS:
             continue
         damaged = shutil.copytree(folder, tmp_path / str(number))

@@ -122,7 +122,7 @@ def check(errors, count):
 
 
 @pytest.mark.parametrize(
-    "kinds",  # a session's test has every one
+    "kinds",  # a session's test has the others
     [("dpo", "simpo", "kto"), pytest.param(tuple(KINDS), marks=SLOW)],
     ids=["some", "all"],
 )

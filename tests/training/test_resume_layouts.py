@@ -88,7 +88,7 @@ CASES = {
     "latent-to-pp2": Case(TWO, (2, STAGES | {"hdp_mla_ring": "kv"}), LATENT),
     "latent-to-one-rank": Case(TWO, ALONE, LATENT),
     "experts-gathered": Case((4, APART), TWO, EXPERTS),
-    "experts-gathered-today": Case((4, FIRST | APART), TWO, TODAYS, quick=True),
+    "experts-gathered-today": Case((4, FIRST | APART), TWO, TODAYS),
     "experts-spread-today-sharded": Case(TWO, (4, FIRST | APART), TODAYS | SHARDED),
     "experts-spread": Case(TWO, (4, APART), EXPERTS),
     "experts-spread-sharded": Case(TWO, (4, APART), EXPERTS | SHARDED),

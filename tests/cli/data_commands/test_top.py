@@ -230,7 +230,7 @@ def test_it_ends_with_ctrl_c_and_loads_no_ray():
             assert any("hdp-data-here" in line for line in process.stdout)
             time.sleep(0.1)
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=570)
         finally:
             process.kill()
     assert process.returncode == ExitCode.INTERRUPTED, err

@@ -62,7 +62,7 @@ def started(fake_ray, **environment):
     words = [sys.executable, start_node.__file__, "start", "--block"]
     environment = {**os.environ, "PYTHONPATH": str(fake_ray), **environment}
     return subprocess.run(
-        words, capture_output=True, text=True, check=False, env=environment, timeout=120
+        words, capture_output=True, text=True, check=False, env=environment, timeout=570
     )
 
 

@@ -111,7 +111,7 @@ def test_processes_that_open_at_the_same_time_get_epochs_of_their_own(folder):
     for one in running:
         one.stdin.write("go\n")
         one.stdin.flush()
-    taken = [int(word) for one in running for word in one.communicate(timeout=120)[0].split()]
+    taken = [int(word) for one in running for word in one.communicate(timeout=570)[0].split()]
     assert sorted(taken) == list(range(1, 61))
 
 

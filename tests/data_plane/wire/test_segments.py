@@ -196,7 +196,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
         "with folder.create('one', 4) as buffer: pass\n"
         "with folder.create('two', 4) as buffer: os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=570)
     assert done.returncode == -9
     left = tmp_path / "steps"
     assert sorted(path.name for path in left.iterdir()) == ["one", "two.part"]

@@ -29,7 +29,7 @@ def test_a_report_is_taken_once(method, times):
         process = multiprocessing.get_context(method).Process(target=put, args=(report,))
         with _server_environment():  # spawning would import this file anew
             process.start()
-        process.join(60)
+        process.join(570)
         rank, error, rest = report.get_nowait()
         assert (rank, str(error), rest) == (3, str(ITEM[1]), ITEM[2])
     with pytest.raises(queue.Empty):

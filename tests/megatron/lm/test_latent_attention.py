@@ -120,6 +120,7 @@ def steps_of_ways(arguments, plan):
         ]
 
 
+@pytest.mark.slow
 def test_a_projection_that_norms_and_adds_by_itself_gets_the_same(run_ranks, tmp_path):
     """Whatever travels, or both in turn; the plain layers' gradients are the standard."""
     _, (arguments, plan) = Case(2, MLA).runs(tmp_path)

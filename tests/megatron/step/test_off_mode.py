@@ -250,7 +250,7 @@ def prefix(tmp_path):
     ids=["float32", "distributed-optimizer", "bfloat16", "experts"],
 )
 def test_a_stock_run_is_plain_megatron_bit_for_bit(run_ranks, prefix, settings):
-    for found in run_ranks(NUM_RANKS, differences, prefix, settings, timeout_s=90):
+    for found in run_ranks(NUM_RANKS, differences, prefix, settings):
         assert found == []
 
 
@@ -287,14 +287,14 @@ MODEL = "megatron_hdp.megatron.model.building"
     ids=["seed", "epsilon"],
 )
 def test_the_comparison_sees_a_small_difference(run_ranks, prefix, fault):
-    found = run_ranks(NUM_RANKS, differences, prefix, {}, fault, timeout_s=90)
+    found = run_ranks(NUM_RANKS, differences, prefix, {}, fault)
     assert all(len(names) > STEPS for names in found), found
 
 
 def test_hdp_attention_in_a_stock_run_refuses(run_ranks, prefix):
     fault = (f"{MODEL}.layer_spec", spec_with_hdp_attention)
     with pytest.raises(RankError, match="attention dropout|HdpPackedSeqParams"):
-        run_ranks(NUM_RANKS, differences, prefix, {}, fault, timeout_s=90)
+        run_ranks(NUM_RANKS, differences, prefix, {}, fault)
 
 
 UNTOUCHED = """
@@ -328,4 +328,4 @@ assert len(changed()) == 2, changed()
 
 
 def test_importing_the_loop_leaves_megatron_untouched():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", UNTOUCHED], check=True, timeout=100)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", UNTOUCHED], check=True, timeout=570)

@@ -61,7 +61,7 @@ PLANNED = {  # layers, stages, the rest, layers that the cost model is for and t
 }
 
 
-QUICK = {"alone", "stages", "uneven-virtual"}
+QUICK = {"alone", "uneven-virtual"}
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_news_while_a_member_ends_does_no_harm(store):
     name(store, 0, (0,))
     command = [sys.executable, "-c", ENDS, str(store.port)]
     found = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": "."}
+        command, capture_output=True, text=True, timeout=570, env=os.environ | {"PYTHONPATH": "."}
     )
     assert (found.returncode, found.stderr) == (0, "")
     assert store.get(keys.news(0, 0, 0)) == keys.JOIN

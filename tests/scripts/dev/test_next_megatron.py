@@ -106,6 +106,7 @@ def test_the_installed_megatron_core_fits(installed):
     assert not misfits(installed)
 
 
+@pytest.mark.slow  # a misfit of each kind in the small tree is seen above and below
 def test_planted_faults_are_seen(installed, monkeypatch):
     faults = {
         f"{CORE}/transformer/moe/router.py": (b"def routing(", b"def routing_moved("),

@@ -16,7 +16,6 @@ from tests.support.scripts import SCRIPTS
 FOLDER = SCRIPTS / "examples" / "own_loop"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 LOSS = re.compile(r"^step \d+: loss (-?\d+\.\d+)", re.MULTILINE)
-QUICK = {"train"}
 WIDE = {"--hdp-tokens-per-rank": 4096}
 
 
@@ -37,9 +36,8 @@ def losses(text):
     return [float(one) for one in LOSS.findall(text)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in NAMES]
-)
+@pytest.mark.slow  # gradients of a session's steps: tests/session/test_exactness.py
+@pytest.mark.parametrize("name", NAMES)
 def test_any_number_of_ranks_trains_alike(run_ranks, name):
     (alone,) = run_ranks(1, printed, name, **WIDE)
     together = run_ranks(2, printed, name)

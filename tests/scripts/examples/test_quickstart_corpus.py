@@ -77,12 +77,14 @@ def has_long_tail(lengths):
     return bool(short.mean() > 0.9 and full.sum() > 10 and 0.15 < long_share < 0.5)
 
 
+@pytest.mark.slow  # the quickstart's test makes it, too
 def test_the_corpus_has_a_long_tail(lengths):
     assert len(lengths) > 10_000
     assert has_long_tail(lengths)
     assert planned_traffic(lengths) < 0.3
 
 
+@pytest.mark.slow
 def test_a_corpus_without_one_is_noticed(lengths):
     library = Path(sysconfig.get_path("stdlib"))
     whole = np.array([path.stat().st_size + 1 for path in corpus.source_files(library)])
