@@ -32,7 +32,10 @@ from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, arrays_of
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
-from megatron_hdp.megatron.execution.param_gather import start_param_gather
+from megatron_hdp.megatron.execution.param_gather import (
+    finish_param_gather,
+    start_param_gather,
+)
 from megatron_hdp.megatron.execution.parts import PartedPass, Parts, layouts_of, num_on_device
 from megatron_hdp.megatron.execution.schedule_timers import Pass, noting_compute
 from megatron_hdp.megatron.model import HdpCoreAttention
@@ -222,6 +225,7 @@ class HdpExecutor:
             self._watching_gradients(step),
         ):
             self._run_schedule(step, micro_batches, forward_only)
+        finish_param_gather(self.chunks)
         if forward_only:
             step.reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.cuda import has_one_queue
 
 
@@ -45,6 +46,21 @@ def start_param_gather(chunks: Sequence[Any], begins_together: bool) -> None:
             for group in groups[-1:] if in_forward else groups[::-1]:
                 if not group.param_gather_dispatched:
                     group.start_param_sync()
+                    if compute_device().type == "cpu":
+                        group.param_gather_handle.wait()
+
+
+def finish_param_gather(chunks: Sequence[Any]) -> None:
+    """Waits for what no forward pass of a step has waited for; call it behind a step's last one.
+
+    An encoder without items does not run, and the optimizer is about to write into its buckets.
+    """
+    for chunk in chunks:
+        if not _gathers(chunk):
+            continue
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.param_gather_handle is not None:
+                group.start_param_sync(force_sync=True)  # waits, and starts nothing
 
 
 def make_whole(chunk: Any, parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -24,6 +24,7 @@ GATHERED = {
 class Group:
     def __init__(self, dispatched=False):
         self.param_gather_dispatched = dispatched
+        self.param_gather_handle = mock.Mock()
         self.begun = []
 
     def start_param_sync(self):
