@@ -257,7 +257,8 @@ class Agent:
     def _end(self, code: int) -> None:
         """Ends all processes of all nodes, and the other agents with the job's code."""
         nodes = [*self._others.present.values()]
-        for where in (self._ranks, *nodes):
+        everywhere: list[NodeRanks | OtherNode] = [self._ranks, *nodes]
+        for where in everywhere:
             for member in where.members:
                 if not self._coordinator.is_member(member):
                     where.kill(member)  # it waits to join, and holds nothing
