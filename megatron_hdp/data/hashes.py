@@ -5,7 +5,7 @@ from datetime import datetime
 
 import xxhash
 
-_BLOCK_BYTES = 2**24
+_BLOCK_BYTES = 2**20  # stays in a core's cache, and in the memory of every process that opens data
 SAMPLE_BYTES = 4096
 
 

@@ -22,6 +22,10 @@ _END_S = 20.0
 SOCKET = "node.sock"
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # off: Ray listens on the loopback alone
 _NICENESS = "RAY_worker_niceness"  # else 15: on a busy node, ranks would wait for starved actors
+_FRUGALITY = {
+    # Else each thread that allocates gets an arena, which keeps what the thread has freed.
+    "MALLOC_ARENA_MAX": "2",
+}
 _PROMPTNESS = {
     # Who asks an actor that has died hears of it in 0.1 s, else after 1 to 2 s: Ray waits for the
     # reason of the death, and looks once a second whether it came.
@@ -88,7 +92,7 @@ def node_of_plane(
         for name in [one for one in environment if one.startswith("TORCHELASTIC_")]:
             del environment[name]
         environment.pop("RANK", None)
-        environment = {_NICENESS: "0", **_PROMPTNESS, **environment}
+        environment = {_NICENESS: "0", **_FRUGALITY, **_PROMPTNESS, **environment}
         if place.address is not None:
             words += ["--address", place.address]
             environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.token}

@@ -26,13 +26,14 @@ from plane_bench.pictures import Pictures, digest_of_pictures, write_pictures
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.spec import LoadersSpec
 from megatron_hdp.data.steps import Reader
+from megatron_hdp.data_plane.cluster.job_folder import PREFIX, SHARED_MEMORY
 from megatron_hdp.data_plane.hooks import run_hook
 from megatron_hdp.data_plane.loaders import RayLoaders
 from megatron_hdp.data_plane.node_files import read_status
 from megatron_hdp.data_plane.setup import SplitSetup
 
 _GOAL = 4.0
-_KINDS = ("ranks", "Loader", "Planner", "Constructor", "host", "Ray", "steps in /dev/shm")
+_KINDS = ("ranks", "Loader", "Planner", "Constructor", "host", "keeper", "Ray", "steps in /dev/shm")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +114,7 @@ def _loaded(
         host = psutil.Process(status["pid"])
         for process in [host, *host.children(recursive=True)]:
             sizes["host" if process == host else _kind(process)] += _pss(process.pid)
+        sizes["keeper"] = _pss(host.ppid())
         sizes["steps in /dev/shm"] = status["constructor"]["segment_bytes"]
     for pipe, rank in zip(pipes, ranks, strict=True):
         pipe.send("end")
@@ -132,7 +134,7 @@ def _rank(
     else:
         loaders = RayLoaders(folder / "node.sock", setup, reader)
     position, digests = Position(), []
-    pictures = Pictures.of_split(setup)
+    pictures, held = Pictures.of_split(setup), []
     for _ in range(num_steps):
         before, step = position, loaders.get(position)
         position = step.totals.after
@@ -140,7 +142,8 @@ def _rank(
         digests.append(digest(step))
         if pictures is not None:
             mine = pictures.of(step)[reader.hdp_rank :: setup.settings.num_ranks]
-            digests[-1] += digest_of_pictures(loaders.decode(before, mine))
+            held = loaders.decode(before, mine)  # until the next step's are there, as a rank does
+            digests[-1] += digest_of_pictures(held)
     pipe.send(digests)
     pipe.recv()
     loaders.close()
@@ -152,8 +155,9 @@ def _kind(process: psutil.Process) -> str:
 
 
 def _pss(pid: int | None) -> int:
-    """Bytes of a process, pages that several share by parts."""
-    return int(psutil.Process(pid).memory_full_info().pss)
+    """Bytes of a process, pages that several share by parts; steps are counted by themselves."""
+    maps = psutil.Process(pid).memory_maps()
+    return sum(one.pss for one in maps if not one.path.startswith(f"{SHARED_MEMORY}/{PREFIX}"))
 
 
 def _mb(num_bytes: float) -> str:

@@ -38,14 +38,22 @@ def write_pictures(folder: Path, num_sources: int, num_rows: int, part_mb: float
     tokenizer = sources.tokenizer(folder)
     noise = np.random.default_rng(0).integers(0, 256, (*_SIDES, 3), dtype=np.uint8)
     stream = io.BytesIO()
-    Image.fromarray(noise).save(stream, "JPEG", quality=50)
-    size = int(part_mb * 2**20 / num_rows)
+    Image.fromarray(noise).save(stream, "JPEG", quality=20)
+    behind = int(part_mb * 2**20 / num_rows) - stream.tell()
+    if behind < 0:
+        raise ValueError(
+            f"found rows {-behind:,} bytes too small for a picture, expected fewer --documents or "
+            "more --state-mb"
+        )
     lines = ["sources:"]
     for number in range(num_sources):
         rng = np.random.default_rng(number + 1)
         rows = [
             {
-                "image": {"bytes": (stream.getvalue() + rng.bytes(size))[:size], "path": None},
+                "image": {
+                    "bytes": stream.getvalue() + rng.bytes(behind),
+                    "path": None,
+                },
                 "caption": f"picture {row} of {number}",
             }
             for row in range(num_rows)
@@ -88,8 +96,14 @@ class Pictures:
 
 
 def digest_of_pictures(pictures: Sequence[Decoded]) -> str:
-    """Return a fingerprint of pixels."""
+    """Return a fingerprint of pixels.
+
+    Raises:
+        ValueError: a picture is damaged.
+    """
     found = hashlib.blake2b(digest_size=8)
     for one in pictures:
-        found.update(one.encode() if isinstance(one, str) else one.tobytes())
+        if isinstance(one, str):
+            raise ValueError(one)
+        found.update(one.tobytes())
     return found.hexdigest()

@@ -10,6 +10,7 @@ import pytest
 from megatron_hdp.data_plane.cluster import start_node
 
 FAKE_SCRIPTS = """
+import subprocess
 import sys
 from ray._private import services
 from ray._private.node import Node
@@ -22,7 +23,11 @@ def main():
     except ImportError:
         grpc = None
     print(sys.argv[1:], node._webui_url, grpc)
-    print(services.get_node("address", "node"))
+    print(services.get_node("address", "node"), flush=True)
+    if "wait" in sys.argv:
+        child = subprocess.Popen(["sleep", "0.2"])
+        node.dead_processes()
+        raise SystemExit("Ray waits itself")
 """
 FAKE_SERVICES = """
 calls = 0
@@ -58,8 +63,8 @@ def fake_ray(tmp_path):
     return tmp_path
 
 
-def started(fake_ray, **environment):
-    words = [sys.executable, start_node.__file__, "start", "--block"]
+def started(fake_ray, *more, **environment):
+    words = [sys.executable, start_node.__file__, "start", "--block", *more]
     environment = {**os.environ, "PYTHONPATH": str(fake_ray), **environment}
     return subprocess.run(
         words, capture_output=True, text=True, check=False, env=environment, timeout=570
@@ -80,10 +85,19 @@ def test_a_raylet_is_waited_for_as_long_as_ray_is_told(fake_ray):
     assert "not up after 0 s" in last and "no node at address" in last
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray waits itself")
+def test_what_waits_is_small_and_ends_with_the_first_of_rays_processes(fake_ray):
+    done = started(fake_ray, "wait")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[-1] == "5"  # Ray was up before
+
+
 def test_ray_has_what_is_left_out_and_asks_for_its_raylet_where_it_is_waited_for():
     """Otherwise a newer Ray starts its web server again, and nobody notices."""
     node = pytest.importorskip("ray._private.node", reason="pip install 'megatron-hdp[ray]'")
     assert callable(node.Node.start_api_server)
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    assert "deceased = node.dead_processes()" in inspect.getsource(scripts)
     assert "services.get_node(" in inspect.getsource(node.Node.__init__)
     parameters = inspect.signature(node.ray._private.services.get_node).parameters
     assert list(parameters) == ["gcs_address", "node_id"]
