@@ -4,7 +4,7 @@ A head would also run Ray's client server, where grpcio is installed, and its we
 the dashboard off: about 60 MB each, and seconds of every start. Nothing here uses them.
 
 Once all is up, `ray start` only waits: on Linux a small program does that in its place, which saves
-45 MB. When one of Ray's processes ends it ends, and the kernel kills those that it has started.
+45 MB. Soon after one of Ray's processes it ends, and the kernel kills those that it has started.
 
 The raylet gets as long to come up as Ray's own variable `_WAIT` says. ``ray start`` ignores it:
 after 30 s it would end all that it started.
@@ -17,7 +17,7 @@ from typing import Any
 
 _WAIT = "RAY_raylet_start_wait_time_s"
 _PAUSE_S = 0.1
-_WAITING = "import os; os.wait(); os._exit(1)"
+_WAITING = "import os, time; os.wait(); time.sleep(1); os._exit(1)"  # who watches tells which
 
 
 def main() -> None:
