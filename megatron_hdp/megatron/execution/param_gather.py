@@ -14,7 +14,7 @@ others that are in the same layer of the same micro-batch, so that no gather wai
 waits for it. Several model chunks begin behind other micro-batches, so theirs start here.
 
 With gloo one runs at a time. With several under way, ranks on a busy machine died of a corrupted
-heap or waited for ever inside gloo's coalesced gather (seen with PyTorch 2.13, in three of eight
+heap or waited for ever inside gloo's coalesced gather (seen with PyTorch 2.13, in three of nine
 runs of 150 steps); nothing is lost, as a CPU has nothing to run beside them.
 """
 

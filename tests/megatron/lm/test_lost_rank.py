@@ -145,6 +145,7 @@ JOINS = {"survives": {"3": MOMENTS["before the vote"]}, "replaces": True, "waits
 VIRTUAL = [*STAGES, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
 EXPERTS = [*BALANCED.split(), "--moe-z-loss-coeff", "1e-3"]
 MTP = ["--mtp-num-layers", "1"]
+PLANE = "data plane"
 LAYOUTS = {  # flags, tokens of a rank, flags and ranks of the run that loses nothing, HDP ranks
     "plain": ([], "100", [], 1, 1),
     "sharded": (OVERLAPPED, "100", SHARDED, 1, 1),
@@ -154,39 +155,54 @@ LAYOUTS = {  # flags, tokens of a rank, flags and ranks of the run that loses no
     "experts": (EXPERTS, "100", EXPERTS, 1, 1),
     "across": ([*EXPERTS, *ACROSS], "160", [*EXPERTS, *ACROSS], 2, 2),
     "mtp": (MTP, "100", MTP, 1, 1),
-    "data plane": (["--hdp-loaders", "ray"], "100", [], 1, 1),
+    PLANE: (["--hdp-loaders", "ray"], "100", [], 1, 1),
     "offload": (["--num-layers", "4"], "70", ["--num-layers", "4"], 1, 1),
 }
 """The last: how many HDP ranks leave and join together."""
+WITHOUT_RAY = [name for name in LAYOUTS if name != PLANE]
 
 
-@pytest.fixture(scope="module")
-def layouts(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layouts")
+def run_layouts(folder, names):
     write_corpus(folder, LENGTHS)
     plan = []
-    for name in wanted(request, LAYOUTS):
+    for name in names:
         flags, tokens, alone, ranks, _ = LAYOUTS[name]
         if name == "offload":
             flags = [*flags, *offloading(folder, 4)]
         plan.append(surviving(folder, f"{name} alone", alone, ranks=ranks, tokens="256"))
         plan.append(surviving(folder, name, flags, tokens=tokens, **JOINS))
     drive(folder, plan, timeout_s=PATIENCE_S)
-    return folder
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_rank_dies_and_another_joins(layouts, name):
-    require_same_run(layouts, name, f"{name} alone", within=1e-5, states_within=1e-4)
-    require_lines_once(layouts, name)
-    lost, joined = require_traced(layouts, name, 4, "sharded" in name or "stages" in name)
+def require_lost_and_joined(folder, name):
+    require_same_run(folder, name, f"{name} alone", within=1e-5, states_within=1e-4)
+    require_lines_once(folder, name)
+    lost, joined = require_traced(folder, name, 4, "sharded" in name or "stages" in name)
     assert 3 in lost and joined
-    said = (layouts / f"log {name}.said").read_text()
+    said = (folder / f"log {name}.said").read_text()
     assert (
         "epoch 1: " in said and "epoch 2: " in said and f"{LAYOUTS[name][4]} HDP ranks join" in said
     )
+
+
+@pytest.fixture(scope="module")
+def layouts(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    run_layouts(folder, wanted(request, WITHOUT_RAY))
+    return folder
+
+
+@pytest.mark.parametrize("name", WITHOUT_RAY)
+def test_a_rank_dies_and_another_joins(layouts, name):
+    require_lost_and_joined(layouts, name)
     if name == "offload":  # three ranks have room for the longest sequence no other way
         assert max(scalars(layouts, name)["hdp/offloaded-bytes"].values()) > 0
+
+
+def test_a_rank_dies_beside_the_data_plane(tmp_path):
+    pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
+    run_layouts(tmp_path, [PLANE])
+    require_lost_and_joined(tmp_path, PLANE)
 
 
 @pytest.mark.skipif("HDP_TEST_KILLS" not in os.environ, reason="asked for by HDP_TEST_KILLS=20")
