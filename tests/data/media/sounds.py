@@ -88,7 +88,7 @@ def write_mixture(folder: Path, text: str) -> Path:
     """Conversations with sounds and a text, as a file of --hdp-data."""
     write_sounds(folder, 4)
     (folder / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    sources.tokenizer(folder)
+    sources.tokenizer(folder, sources.OF_SOUNDS)
     (folder / "x.txt").write_text(text)
     (folder / "mix.yaml").write_text(MIXTURE)
     return folder / "mix.yaml"

@@ -25,10 +25,8 @@ def name(number: int) -> str:
     return f"pictures/{number}.jpg"
 
 
-def tokenizer(folder: Path) -> str:
-    return tiny_tokenizer.write(
-        folder / "hf", special=(*tiny_tokenizer.SPECIAL, *TOKENS, *OF_SOUNDS)
-    )
+def tokenizer(folder: Path, tokens: tuple[str, ...] = TOKENS) -> str:
+    return tiny_tokenizer.write(folder / "hf", special=(*tiny_tokenizer.SPECIAL, *tokens))
 
 
 def write_pictures(folder: Path, count: int) -> None:

@@ -93,7 +93,7 @@ def test_rows_are_those_of_the_processor() -> None:
 def test_the_processor_expands_a_placeholder_to_as_many(tmp_path: Path, count: int) -> None:
     """The whole processor, on a file that its own loader does not read."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(
-        sources.tokenizer(tmp_path).partition(":")[2]
+        sources.tokenizer(tmp_path, sources.OF_SOUNDS).partition(":")[2]
     )
     extractor = transformers.WhisperFeatureExtractor(feature_size=128)
     processor = transformers.Qwen2AudioProcessor(extractor, tokenizer, chat_template="")
@@ -213,7 +213,7 @@ def test_a_pipe_does_not_tell_how_long_a_sound_is() -> None:
 
 
 def conversations(folder: Path, media: MediaSpec = QWEN) -> PictureConversations:
-    tokenizer = build_tokenizer(sources.tokenizer(folder))
+    tokenizer = build_tokenizer(sources.tokenizer(folder, sources.OF_SOUNDS))
     return PictureConversations(tokenizer, media, str(folder), "chatml")
 
 
@@ -273,7 +273,11 @@ def write(folder: Path, form: str) -> Path:
 @pytest.mark.parametrize("form", FORMATS)
 def test_prepared_sounds_are_found_again(tmp_path: Path, form: str) -> None:
     sounds.write_sounds(tmp_path, 4)
-    how = {"tokenizer": sources.tokenizer(tmp_path), "format": "chat", "template": "chatml"}
+    how = {
+        "tokenizer": sources.tokenizer(tmp_path, sources.OF_SOUNDS),
+        "format": "chat",
+        "template": "chatml",
+    }
     found = run(write(tmp_path, form), tmp_path / "cache", media=QWEN, **how)
     items = Items.beside(found.prefix)
     assert items is not None and len(items) == 4
