@@ -296,7 +296,7 @@ def test_nobody_else_reaches_a_running_plane(tmp_path):
             Path(word.partition("=")[2])
             for one in commands
             for word in one
-            if word.startswith("--temp-dir=")
+            if word.startswith("--temp_dir=")  # of the raylet
         )
         assert ray_folder.is_dir()  # which Ray opens to everybody
         assert ray_folder == folders[0] / RAY and [mode(one) for one in folders] == [0o700] * 2
