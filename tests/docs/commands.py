@@ -184,13 +184,13 @@ COMMANDS = {
         "tests/scripts/benchmarks/test_bench_data_plane.py::test_recovery", needs="slow"
     ),
     "torchrun --nproc-per-node 2 scripts/examples/own_loop/train.py": Elsewhere(
-        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
+        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike", "slow"
     ),
     "torchrun --nproc-per-node 2 scripts/examples/own_loop/preference.py": Elsewhere(
-        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
+        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike", "slow"
     ),
     "torchrun --nproc-per-node 2 scripts/examples/own_loop/pictures.py": Elsewhere(
-        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike"
+        "tests/scripts/examples/test_own_loop.py::test_any_number_of_ranks_trains_alike", "slow"
     ),
     TRAIN.format(4, "--metrics-path metrics.jsonl"): TRAINS,
     TRAIN.format(4, "--metrics-path metrics.jsonl --hdp-cost-model online"): TRAINS,
