@@ -6,7 +6,10 @@ the dashboard off: about 60 MB each, and seconds of every start. Nothing here us
 Once all is up, `ray start` only waits: on Linux a small program does that in its place, which saves
 45 MB. Soon after one of Ray's processes it ends, and the kernel kills those that it has started.
 
-The raylet gets as long to come up as Ray's own variable `_WAIT` says. ``ray start`` ignores it:
+The raylet is told its agent's port, which ``ray start`` tells the agent alone: a raylet that has to
+ask gives up after 15 s, and on a busy machine an agent's imports take longer.
+
+It gets as long to come up as Ray's own variable `_WAIT` says. ``ray start`` ignores it:
 after 30 s it would end all that it started.
 """
 
@@ -16,6 +19,7 @@ import time
 from typing import Any
 
 _WAIT = "RAY_raylet_start_wait_time_s"
+_AGENT_PORT, _ITS_FLAG = "--dashboard-agent-listen-port=", "--dashboard_agent_listen_port="
 _PAUSE_S = 0.1
 _WAITING = "import os, time; os.wait(); time.sleep(1); os._exit(1)"  # who watches tells which
 
@@ -31,6 +35,7 @@ def main() -> None:
     if sys.platform == "linux":
         Node.dead_processes = _wait_small
     services.get_node = _patient(services.get_node)
+    services.start_ray_process = _telling(services.start_ray_process)
     scripts.main()
 
 
@@ -52,6 +57,18 @@ def _patient(get_node: Any) -> Any:
             time.sleep(_PAUSE_S)
 
     return patient
+
+
+def _telling(start: Any) -> Any:
+    """Return what starts a process of Ray, and tells a raylet the port that this one was told."""
+
+    def telling(command: list[str], process_type: str, *more: Any, **named: Any) -> Any:
+        if process_type == "raylet":
+            told = [one for one in sys.argv if one.startswith(_AGENT_PORT)]
+            command = [*command, *(one.replace(_AGENT_PORT, _ITS_FLAG) for one in told)]
+        return start(command, process_type, *more, **named)
+
+    return telling
 
 
 def _no_server(node: Any, **options: Any) -> None:

@@ -24,6 +24,8 @@ def main():
         grpc = None
     print(sys.argv[1:], node._webui_url, grpc)
     print(services.get_node("address", "node"), flush=True)
+    for kind in ("raylet", "gcs_server") if len(sys.argv) > 4 else ():
+        print(services.start_ray_process([kind], kind, fate_share=True), flush=True)
     if "wait" in sys.argv:
         child = subprocess.Popen(["sleep", "0.2"])
         node.dead_processes()
@@ -38,6 +40,9 @@ def get_node(gcs_address, node_id):
     if calls < 5:
         raise RuntimeError(f"no {node_id} at {gcs_address}")
     return calls
+
+def start_ray_process(command, process_type, fate_share):
+    return " ".join([process_type, *command, str(fate_share)])
 """
 FAKE_NODE = """
 class Node:
@@ -74,6 +79,13 @@ def started(fake_ray, *more, **environment):
 def test_no_server_is_started_that_nobody_asks(fake_ray):
     done = started(fake_ray)
     assert done.stdout.splitlines()[0] == "['start', '--block'] None None", done.stderr
+
+
+def test_a_raylet_is_told_its_agents_port(fake_ray):
+    """It would ask for it, and give up after 15 s."""
+    done = started(fake_ray, "--dashboard-agent-listen-port=5123", "--runtime-env-agent-port=5")
+    of_raylet = "raylet raylet --dashboard_agent_listen_port=5123 True"
+    assert done.stdout.splitlines()[2:] == [of_raylet, "gcs_server gcs_server True"], done.stderr
 
 
 def test_a_raylet_is_waited_for_as_long_as_ray_is_told(fake_ray):
