@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.checking import encoder_of, job_of, planned_items
-from megatron_hdp.data.mixture import Corpus, PictureSource, Step
+from megatron_hdp.data.mixture import Corpus, MediaSource, Step
 from megatron_hdp.media import ITEM_STRATEGIES
 from megatron_hdp.simulator.units import aligned, seconds
 
@@ -37,7 +37,7 @@ def patches_of(corpus: Corpus, step: Step) -> Int64Array:
     found = [
         item.num_patches
         for number, row, length in columns
-        if isinstance(source := corpus.sources[number], PictureSource)
+        if isinstance(source := corpus.sources[number], MediaSource)
         for _, item in source.items(row, length)
     ]
     return np.array(found, dtype=np.int64)

@@ -151,9 +151,9 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
             "expected as many as are run: give fewer"
         )
     pictures, notes = [], []
-    if drawing.corpus.has_pictures and options.hdp_encoder is None:
+    if drawing.corpus.has_media and options.hdp_encoder is None:
         notes.append(f"{path} has pictures, and no --hdp-encoder says what they take")
-    elif drawing.corpus.has_pictures:
+    elif drawing.corpus.has_media:
         pictures = [patches_of(drawing.corpus, one) for one in drawn]
     return Batches([one.lengths for one in drawn], notes, pictures)
 

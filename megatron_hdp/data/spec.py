@@ -80,7 +80,7 @@ class SourceSpec:
     continues without it (``go-on-without``)."""
 
     @property
-    def pictures_folder(self) -> str:
+    def media_folder(self) -> str:
         """Where relative paths of its pictures begin."""
         if self.media is not None and self.media.folder is not None:
             return self.media.folder

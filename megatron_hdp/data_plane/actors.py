@@ -42,7 +42,7 @@ from megatron_hdp.data_plane.roles import (
     PlanningService,
     PublishedSource,
     Wanted,
-    WantedPictures,
+    WantedItems,
 )
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.starting import SOCKET
@@ -194,7 +194,7 @@ class Loader:
         """Return pieces of the source."""
         return self._opened().load(wanted)
 
-    def decode(self, wanted: WantedPictures) -> list[Decoded]:
+    def decode(self, wanted: WantedItems) -> list[Decoded]:
         """Return pictures of the source."""
         return self._opened().decode(wanted)
 

@@ -16,7 +16,7 @@ from megatron_hdp.data_plane.roles import (
     Loaded,
     SourceSilent,
     Wanted,
-    WantedPictures,
+    WantedItems,
 )
 from megatron_hdp.data_plane.wire import DataPlaneLost
 
@@ -126,7 +126,7 @@ class Asker:
         loaded: Loaded = self.ask_any(source, loaders, "load", [wanted])
         return loaded
 
-    def decode(self, source: str, loaders: Sequence[str], wanted: WantedPictures) -> list[Decoded]:
+    def decode(self, source: str, loaders: Sequence[str], wanted: WantedItems) -> list[Decoded]:
         """Return pictures of a source, of the first of its loaders that answers."""
         found: list[Decoded] = self.ask_any(source, loaders, "decode", [wanted])
         return found

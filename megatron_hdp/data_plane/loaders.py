@@ -14,10 +14,10 @@ from megatron_hdp.data.media import Decoded
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.one_ahead import OneAhead
 from megatron_hdp.data.order import SourceOrder
-from megatron_hdp.data.steps import RankStep, Reader, WantedPicture
+from megatron_hdp.data.steps import RankStep, Reader, WantedItem
 from megatron_hdp.data_plane.node_files import log_of, mark_lost, why_lost
 from megatron_hdp.data_plane.records import to_plain
-from megatron_hdp.data_plane.roles import RankPictures
+from megatron_hdp.data_plane.roles import RankItems
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.wire import (
     DataPlaneLost,
@@ -107,7 +107,7 @@ class RayLoaders:
         """Never needed: one planner answers all ranks alike."""
         raise RuntimeError(f"the planner's answers differ between ranks: {failure}")
 
-    def decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
+    def decode(self, position: Position, wanted: Sequence[WantedItem]) -> list[Decoded]:
         """Return pictures of the step that begins at a position, decoded by their loaders.
 
         Raises:
@@ -136,12 +136,12 @@ class RayLoaders:
         self.num_loaders, self.steps_ahead = answer["loaders"], answer["steps_ahead"]
         return unpack(mapped)
 
-    def _decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
-        pictures = RankPictures(
+    def _decode(self, position: Position, wanted: Sequence[WantedItem]) -> list[Decoded]:
+        pictures = RankItems(
             sources=tuple(one.source for one in wanted),
             rows=tuple(one.row for one in wanted),
             places=tuple(one.place for one in wanted),
-            num_bytes=tuple(one.picture.num_bytes for one in wanted),
+            num_bytes=tuple(one.item.num_bytes for one in wanted),
         )
         request = {"request": "decode", "position": position.to_record()}
         request["wanted"] = to_plain(pictures)

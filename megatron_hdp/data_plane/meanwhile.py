@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from megatron_hdp.data.media import Decoded
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.data.order import SourceOrder
-from megatron_hdp.data.steps import Loaders, LocalLoaders, RankStep, WantedPicture
+from megatron_hdp.data.steps import Loaders, LocalLoaders, RankStep, WantedItem
 from megatron_hdp.data_plane.loaders import RayLoaders
 
 
@@ -66,7 +66,7 @@ class LocalUntilPlane:
         """Return a step under the static plan, read anew: a planner of a rank may fail alone."""
         return self._local.statically(step, failure)
 
-    def decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
+    def decode(self, position: Position, wanted: Sequence[WantedItem]) -> list[Decoded]:
         """Return pictures, decoded here."""
         return self._local.decode(position, wanted)
 

@@ -21,9 +21,9 @@ from megatron_hdp.data_plane.roles import (
     ConstructingService,
     DecodingService,
     Loaded,
-    RankPictures,
+    RankItems,
     Wanted,
-    WantedPictures,
+    WantedItems,
 )
 from megatron_hdp.data_plane.setup import SplitSetup
 from megatron_hdp.data_plane.wire import ClientRecord, Message, SegmentFolder, pack
@@ -46,7 +46,7 @@ class Others(Protocol):
     def load(self, source: str, loaders: Sequence[str], wanted: Wanted) -> Loaded:
         """Return pieces of a source."""
 
-    def decode(self, source: str, loaders: Sequence[str], wanted: WantedPictures) -> list[Decoded]:
+    def decode(self, source: str, loaders: Sequence[str], wanted: WantedItems) -> list[Decoded]:
         """Return pictures of a source."""
 
     def go_on_without(self, split: str, source: str, why: str) -> None:
@@ -109,7 +109,7 @@ class NodeService:
         facts = client.facts
         if not facts:
             return
-        self._remove_pictures(client)
+        self._remove_items(client)
         with self._lock:
             self._num_readers[facts["split"], facts["reader"]] -= 1
             is_last = not self._num_readers[facts["split"], facts["reader"]]
@@ -161,7 +161,7 @@ class NodeService:
             self._others.configure(setup)
             names = [one.name for one in setup.spec.sources]
             decoding = DecodingService(
-                names, self._others.decode, self._lay_out_pictures, self._segments.remove
+                names, self._others.decode, self._lay_out_items, self._segments.remove
             )
             service: ConstructingService[str] = ConstructingService(
                 names,
@@ -189,8 +189,8 @@ class NodeService:
 
     def _decode(self, client: ClientRecord, request: Message) -> Message:
         split, asked = self._asked(client, request)
-        wanted = from_plain(RankPictures, request["wanted"])
-        self._remove_pictures(client)
+        wanted = from_plain(RankItems, request["wanted"])
+        self._remove_items(client)
         found = split.decoding.get(wanted, split.service.crew(*asked))
         client.facts["pictures"] = [segment for segment, _ in found.blocks]
         return {
@@ -208,7 +208,7 @@ class NodeService:
         limit_s = self._timeout_s * split.setup.making_waits + _SPARE_S
         return split, (position, client.facts["reader"], limit_s)
 
-    def _remove_pictures(self, client: ClientRecord) -> None:
+    def _remove_items(self, client: ClientRecord) -> None:
         for segment in client.facts["pictures"]:
             self._segments.remove(segment)
         client.facts["pictures"] = []
@@ -220,7 +220,7 @@ class NodeService:
             packed.write_into(buffer)
         return name
 
-    def _lay_out_pictures(self, pictures: Sequence[ByteArray]) -> str:
+    def _lay_out_items(self, pictures: Sequence[ByteArray]) -> str:
         name, num_bytes = f"pictures-{next(self._numbers)}", sum(one.nbytes for one in pictures)
         with self._segments.create(name, num_bytes) as buffer:
             np.concatenate([one.ravel() for one in pictures], out=np.frombuffer(buffer, np.uint8))

@@ -15,8 +15,6 @@ from megatron_hdp.encoders.blocks import Blocks
 from megatron_hdp.encoders.layers import activation_of
 from megatron_hdp.media import PATCHES_PER_PACK, Encoder, RowGrid, Sound, Windows
 
-_STRIDE = 2  # of the second convolution
-_POOLED = 2  # frames behind it that become a row
 _TAPS = 3  # of both convolutions
 
 
@@ -69,11 +67,13 @@ class _Layer(torch.nn.Module):
 
 
 class _Tower(torch.nn.Module):
-    def __init__(self, settings: _Settings) -> None:
+    def __init__(self, settings: _Settings, windows: Windows) -> None:
         super().__init__()
-        hidden = settings.d_model
+        self._windows, hidden = windows, settings.d_model
         self.conv1 = torch.nn.Conv1d(settings.num_mel_bins, hidden, kernel_size=_TAPS, padding=1)
-        self.conv2 = torch.nn.Conv1d(hidden, hidden, kernel_size=_TAPS, stride=_STRIDE, padding=1)
+        self.conv2 = torch.nn.Conv1d(
+            hidden, hidden, kernel_size=_TAPS, stride=windows.stride, padding=1
+        )
         self.embed_positions = torch.nn.Embedding(settings.max_source_positions, hidden)
         self.embed_positions.requires_grad_(False)  # sines
         self.layers = torch.nn.ModuleList(_Layer(settings) for _ in range(settings.encoder_layers))
@@ -87,8 +87,9 @@ class _Tower(torch.nn.Module):
         blocks = Blocks(frames, x.device)
         for layer in self.layers:
             x = layer(x, blocks)
+        size = self._windows.pooled
         pooled = [
-            one[: len(one) // _POOLED * _POOLED].unflatten(0, (-1, _POOLED)).mean(1)
+            one[: len(one) // size * size].unflatten(0, (-1, size)).mean(1)
             for one in x.split(list(frames))
         ]
         out: torch.Tensor = self.layer_norm(torch.cat(pooled))
@@ -96,7 +97,7 @@ class _Tower(torch.nn.Module):
 
     def _frames(self, window: torch.Tensor, count: int) -> torch.Tensor:
         """States of a window, ``[count, hidden]``; no frame is read that none of them sees."""
-        seen = window[None, :, : _STRIDE * count + 1]
+        seen = window[None, :, : self._windows.stride * count + 1]
         x = functional.gelu(self.conv2(functional.gelu(self.conv1(seen))))
         return x[0].T[:count] + self.embed_positions.weight[:count]
 
@@ -125,18 +126,20 @@ class Qwen2AudioEncoder(ItemEncoder):
         super().__init__(config, patches_per_pack)
         self._settings = settings = _Settings.of(config["audio_config"])
         row_hidden = config["text_config"].get("hidden_size", 4096)
+        most_frames = Windows.stride * settings.max_source_positions
+        self._windows = windows = Windows(most_frames=most_frames)
         self.shape = Encoder(
-            resizing=Windows(most_frames=_STRIDE * settings.max_source_positions),
+            resizing=windows,
             layers=settings.encoder_layers,
             hidden=settings.d_model,
             ffn=settings.encoder_ffn_dim,
-            values=_TAPS * (_STRIDE * settings.num_mel_bins + settings.d_model),
-            pooled=_POOLED,
+            values=_TAPS * (windows.stride * settings.num_mel_bins + settings.d_model),
+            pooled=windows.pooled,
             projector_hidden=0,
             projector_norm=False,
             row_hidden=row_hidden,
         )
-        self.audio_tower = _Tower(settings)
+        self.audio_tower = _Tower(settings, windows)
         self.multi_modal_projector = _Projector(settings.d_model, row_hidden)
 
     def patches(self, item: Sound) -> int:
@@ -147,18 +150,18 @@ class Qwen2AudioEncoder(ItemEncoder):
         """
         self._require_kind(item, "num_frames", "a sound")
         settings, (bins, frames) = self._settings, item.values.shape
-        most = _STRIDE * settings.max_source_positions
+        most = self._windows.most_frames
         if bins != settings.num_mel_bins or frames > most or self.grid(item).w < 1:
             raise ValueError(
                 f"found a window of {bins} bins and {frames} frames, {item.num_frames} of sound, "
                 f"expected {settings.num_mel_bins} bins and at most {most} frames, of which 3 or "
                 "more hold sound: cut sound into windows by the model's feature extractor"
             )
-        return self.grid(item).w * _POOLED
+        return self.grid(item).w * self._windows.pooled
 
     def grid(self, item: Sound) -> RowGrid:
         """An item's rows, one behind another."""
-        return RowGrid(1, 1, _states(item) // _POOLED)
+        return RowGrid(1, 1, self._states(item) // self._windows.pooled)
 
     def forward(self, items: Sequence[Sound]) -> torch.Tensor:
         """Rows of items, one behind another, ``[rows, hidden]``."""
@@ -167,11 +170,10 @@ class Qwen2AudioEncoder(ItemEncoder):
             torch.from_numpy(np.asarray(one.values)).to(weight.device, weight.dtype)
             for one in items
         ]
-        states = self.audio_tower(windows, [_states(one) for one in items])
+        states = self.audio_tower(windows, [self._states(one) for one in items])
         rows: torch.Tensor = self.multi_modal_projector.linear(states)
         return rows
 
-
-def _states(item: Sound) -> int:
-    """Frames behind the convolutions."""
-    return (item.num_frames - 1) // _STRIDE + 1
+    def _states(self, item: Sound) -> int:
+        """Frames behind the convolutions."""
+        return int(self._windows.states(np.array([item.num_frames]))[0])

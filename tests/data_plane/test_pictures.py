@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data.mixture import BatchSize, Position
-from megatron_hdp.data.steps import LocalLoaders, Reader, StepPlanner, WantedPicture
+from megatron_hdp.data.steps import LocalLoaders, Reader, StepPlanner, WantedItem
 from megatron_hdp.data_plane.loaders import RayLoaders
 from megatron_hdp.data_plane.node_service import NodeService
 from megatron_hdp.data_plane.roles import decoding
@@ -72,9 +72,9 @@ class Node:
         drawn = step.planned.step
         columns = (drawn.sources, drawn.rows, drawn.lengths)
         for source, row, length in zip(*(one.tolist() for one in columns), strict=True):
-            if self.corpus.sources[source].has_pictures:
+            if self.corpus.sources[source].has_media:
                 items = self.corpus.sources[source].items(row, length)
-                found += [WantedPicture(source, row, i, one) for i, (_, one) in enumerate(items)]
+                found += [WantedItem(source, row, i, one) for i, (_, one) in enumerate(items)]
         return found
 
     def pictures(self):
@@ -107,7 +107,7 @@ def test_pixels_are_those_that_the_rank_would_decode(node, monkeypatch, most):
     found = rank.decode(Position(), wanted)
     assert len(wanted) > 8
     for one, values in zip(wanted, found, strict=True):
-        np.testing.assert_array_equal(values.reshape(one.picture.values.shape), one.picture.array)
+        np.testing.assert_array_equal(values.reshape(one.item.values.shape), one.item.array)
         values[0] ^= 1  # the rank's own copy
     asked = [len(pictures.rows) for _, _, pictures in node.others.decoded]
     assert sum(asked) == len(wanted)
@@ -123,7 +123,7 @@ def test_pixels_lie_in_shared_memory_until_the_next_are_asked_for(node):
     rank.decode(Position(), wanted[2:3])
     (second,) = node.pictures()
     assert second != first
-    np.testing.assert_array_equal(found[0], wanted[0].picture.decoded().ravel())
+    np.testing.assert_array_equal(found[0], wanted[0].item.decoded().ravel())
     rank.close()
     until(lambda: not node.pictures())
 
@@ -141,7 +141,7 @@ def test_segments_that_go_before_they_are_mapped_are_asked_for_again(node, monke
 
     monkeypatch.setattr(SegmentFolder, "attach", gone_once)
     (found,) = rank.decode(Position(), wanted)
-    np.testing.assert_array_equal(found, wanted[0].picture.decoded().ravel())
+    np.testing.assert_array_equal(found, wanted[0].item.decoded().ravel())
     assert len(set(tries)) == 2
 
 
@@ -153,7 +153,7 @@ def test_a_damaged_picture_is_told_in_words(node, folder):
     path.write_bytes(whole[: len(whole) // 3])
     try:
         found = rank.decode(Position(), wanted)
-        expected = [one.picture.decoded() for one in wanted]
+        expected = [one.item.decoded() for one in wanted]
     finally:
         path.write_bytes(whole)
     whys = [one for one in found if isinstance(one, str)]
@@ -173,6 +173,6 @@ def test_a_picture_of_another_size_is_no_answer(node, services, monkeypatch):
 
 
 def test_text_has_no_pictures(services):
-    wanted = decoding.WantedPictures(np.array([0]), np.array([0]))
+    wanted = decoding.WantedItems(np.array([0]), np.array([0]))
     with pytest.raises(ValueError, match="pictures of source 'text'.*it has no media"):
         services["text"].decode(wanted)

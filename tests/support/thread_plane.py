@@ -172,7 +172,7 @@ class Planner:
             shares=self._planner.shares(planned).of(ranks),
             loaders={name: tuple(f"{name}-{i}" for i in numbers) for name in names},
             num_serving=dict.fromkeys(names, count),
-            planned=planned if self._planner.corpus.has_pictures else None,
+            planned=planned if self._planner.corpus.has_media else None,
         )
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from megatron_hdp.data.media import stored
 from megatron_hdp.data_plane.hooks import VARIABLE
+from tests.training.media_runs import ALONE, losses
 from tests.training.runs import BUCKETS, SHARDED, largest_difference
-from tests.training.test_pictures import ALONE, PARTS, losses, pictures_run
+from tests.training.test_pictures import PARTS, pictures_run
 
 pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
 pytestmark = pytest.mark.slow

@@ -1,30 +1,35 @@
 """The training command on pictures: an encoder as part of the model, its data and checkpoints."""
 
-import json
 from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 from megatron_hdp.convert.to_hugging_face import to_hugging_face
 from megatron_hdp.convert.to_megatron import to_megatron
 from megatron_hdp.encoders import Qwen3VLEncoder
-from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.options import parse_arguments
-from megatron_hdp.options import OptionError
 from megatron_hdp.training.loop import pretrain
 from tests.data.media import sources
 from tests.support.vision_models import MODELS
-from tests.training.runs import BUCKETS, SHARDED, largest_difference, run
+from tests.training.media_runs import (
+    ALONE,
+    HF,
+    HIDDEN,
+    losses,
+    media_run,
+    one_sentence,
+    trained,
+    write_encoder,
+)
+from tests.training.runs import BUCKETS, SHARDED, largest_difference
 
 pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
 transformers = pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
 
 SLOW = pytest.mark.slow
-HIDDEN, HF = 24, "HuggingFaceTokenizer"
 CONFIG = {
     "model_type": "qwen3_vl",
     "text_config": {"rope_parameters": {"mrope_section": [2, 2, 2]}},
@@ -55,48 +60,13 @@ LAYOUTS = {  # ranks, flags
 
 
 def model_folder(folder):
-    """A model's folder with the weights of an encoder."""
-    torch.manual_seed(3)
-    encoder = Qwen3VLEncoder(CONFIG).double()
-    for weight in encoder.parameters():
-        torch.nn.init.normal_(weight, std=0.5 / max(1, weight[0].numel()) ** 0.5)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    theirs = {ours: begin for begin, ours in Qwen3VLEncoder.prefixes.items()}
-    (begin,) = theirs.values()
-    named = {begin + name: one.detach() for name, one in encoder.state_dict().items()}
-    safetensors.torch.save_file(named, folder / "model.safetensors")
-    return folder
+    return write_encoder(folder, Qwen3VLEncoder, CONFIG)
 
 
 def pictures_run(folder, **overrides):
     """A run over conversations with pictures, and texts."""
     data = sources.write_mixture(folder, "some text without pictures\n" * 3)
-    settings = {
-        **{"hidden_size": HIDDEN, "kv_channels": 12, "num_attention_heads": 2, "num_layers": 4},
-        **{"num_query_groups": 1, "seq_length": 200, "max_position_embeddings": 200},
-        **{"data_path": (), "split": None, "hdp_data": data},
-        **{"tokenizer_type": HF, "tokenizer_model": folder / "hf"},
-        **{"hdp_tokens_per_rank": 100, "global_batch_size": 5, "weight_decay": 0.1},
-        "hdp_encoder": model_folder(folder / "model"),
-    }
-    return run(None, **(settings | overrides))
-
-
-def losses(arguments):
-    """Body of a rank: what steps show, and the pictures of each."""
-    found = pretrain(arguments)
-    for one in found:
-        encoded = 0 < (one.encoder_ms or 0) < 1000 * one.seconds
-        assert encoded if one.media_items else not one.encoder_ms
-    return [(one.step, one.loss, one.grad_norm, one.media_items, one.media_rows) for one in found]
-
-
-ALONE = {"hdp_tokens_per_rank": 400}
-
-
-def trained(run_ranks, arguments, num_ranks=1, **overrides):
-    return run_ranks(num_ranks, losses, replace(arguments, **overrides))[0]
+    return media_run(folder, data, model_folder(folder / "model"), **overrides)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +93,8 @@ def test_weights_are_whole_behind_a_step_without_pictures(run_ranks, tmp_path):
     flags = SHARDED | BUCKETS | {"overlap_param_gather": True}
     found = trained(run_ranks, whole, 3, **flags)
     assert largest_difference([one[:3] for one in found], [one[:3] for one in expected]) <= 1e-10
-    has_pictures = [bool(items) for *_, items, _ in found]
-    assert (False, True) in zip(has_pictures, has_pictures[1:], strict=False)
+    has_media = [bool(items) for *_, items, _ in found]
+    assert (False, True) in zip(has_media, has_media[1:], strict=False)
 
 
 def flop(arguments):
@@ -275,16 +245,6 @@ def test_a_model_comes_trains_and_goes(run_ranks, tmp_path):
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert [name for name, one in after.items() if torch.equal(one, before[name])] == []
-
-
-def one_sentence(arguments):
-    """Body of a rank: what the run is refused with."""
-    try:
-        pretrain(arguments)
-    except (ValueError, OptionError) as error:
-        parallel.finish()
-        return str(error)
-    return None
 
 
 @SLOW

@@ -1,16 +1,20 @@
 """The training command on sounds: Qwen2-Audio's encoder as part of the model, and its data."""
 
-import json
 from dataclasses import replace
 
 import pytest
-import safetensors.torch
-import torch
 
 from megatron_hdp.encoders import Qwen2AudioEncoder
 from tests.data.media import sounds
-from tests.training.runs import BUCKETS, SHARDED, largest_difference, run
-from tests.training.test_pictures import ALONE, HF, HIDDEN, one_sentence, trained
+from tests.training.media_runs import (
+    ALONE,
+    HIDDEN,
+    media_run,
+    one_sentence,
+    trained,
+    write_encoder,
+)
+from tests.training.runs import BUCKETS, SHARDED, largest_difference
 
 pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
 pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
@@ -26,31 +30,11 @@ CONFIG = {
 }
 
 
-def model_folder(folder):
-    """A model's folder with the weights of an encoder."""
-    torch.manual_seed(3)
-    encoder = Qwen2AudioEncoder(CONFIG).double()
-    for weight in encoder.parameters():
-        torch.nn.init.normal_(weight, std=0.5 / max(1, weight[0].numel()) ** 0.5)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    named = {f"model.{name}": one.detach() for name, one in encoder.state_dict().items()}
-    safetensors.torch.save_file(named, folder / "model.safetensors")
-    return folder
-
-
 def sounds_run(folder, **overrides):
     """A run over conversations with sounds, and texts."""
     data = sounds.write_mixture(folder, "some text without sounds\n" * 3)
-    settings = {
-        **{"hidden_size": HIDDEN, "kv_channels": 12, "num_attention_heads": 2, "num_layers": 4},
-        **{"num_query_groups": 1, "seq_length": 200, "max_position_embeddings": 200},
-        **{"data_path": (), "split": None, "hdp_data": data},
-        **{"tokenizer_type": HF, "tokenizer_model": folder / "hf"},
-        **{"hdp_tokens_per_rank": 100, "global_batch_size": 5, "weight_decay": 0.1},
-        "hdp_encoder": model_folder(folder / "model"),
-    }
-    return run(None, **(settings | overrides))
+    encoder = write_encoder(folder / "model", Qwen2AudioEncoder, CONFIG)
+    return media_run(folder, data, encoder, **overrides)
 
 
 def test_a_run_is_that_of_one_rank(run_ranks, tmp_path):

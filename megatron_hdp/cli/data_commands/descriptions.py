@@ -12,9 +12,9 @@ from megatron_hdp.cli.data_commands.histogram import QUANTILES, Histogram
 from megatron_hdp.data.mixture import (
     SPLITS,
     BlendFlags,
+    MediaSource,
     MixtureSpec,
     Opening,
-    PictureSource,
     Schedule,
     TableSource,
     TextSource,
@@ -26,7 +26,7 @@ from megatron_hdp.data.mixture import (
 )
 from megatron_hdp.data.spec import SourceSpec
 from megatron_hdp.data.tables import count_documents, split_documents
-from megatron_hdp.media import ENCODERS, Windows
+from megatron_hdp.media import ENCODERS
 
 _PIXEL_QUANTILES = (0.1, 0.5, 0.9, 1.0)
 _PIECE = 1 << 20  # rows counted at once
@@ -49,13 +49,13 @@ class Pictures:
     """Of a forward over all of them."""
 
     @classmethod
-    def of(cls, source: PictureSource) -> Pictures:
+    def of(cls, source: MediaSource) -> Pictures:
         """Count those that are drawn."""
         assert source.spec.media is not None
         encoder = ENCODERS[source.spec.media.encoder]
         is_kept = source.kept()
-        rows = source.pictures.rows[is_kept]
-        records = source.pictures.items.records[is_kept]
+        rows = source.media.rows[is_kept]
+        records = source.media.items.records[is_kept]
         sizes = np.sort(records["height"].astype(np.int64) * records["width"])
         patches = rows.astype(np.float64) * encoder.patches_per_row
         linear, quadratic = encoder.flop()
@@ -64,7 +64,7 @@ class Pictures:
             num_items=len(rows),
             num_rows=int(rows.sum()),
             sizes={name: int(sizes[at]) if len(sizes) else 0 for name, at in shown.items()},
-            unit="frames" if isinstance(encoder.resizing, Windows) else "pixels",
+            unit=source.media.files.settings.unit,
             encoder_flop=float((linear * patches + quadratic * patches**2).sum()),
         )
 
@@ -211,7 +211,7 @@ def _described(spec: MixtureSpec, opening: Opening, part: str | None) -> Descrip
         loss_tokens=sum(_loss_tokens(source, rows) for rows in _pieces(source)),
         is_masked=source.spans is not None,
         histogram=histogram,
-        pictures=Pictures.of(source) if isinstance(source, PictureSource) else None,
+        pictures=Pictures.of(source) if isinstance(source, MediaSource) else None,
     )
 
 

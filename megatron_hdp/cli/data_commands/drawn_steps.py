@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array, Int64Array
-from megatron_hdp.data.mixture import Corpus, Mixture, PictureSource, Position, Step
+from megatron_hdp.data.mixture import Corpus, MediaSource, Mixture, Position, Step
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class StepItems:
         """Those of a step; nothing is read of their files."""
         columns: list[list[Int64Array]] = [[np.zeros(0, dtype=np.int64)] for _ in range(4)]
         for number, source in enumerate(corpus.sources):
-            if not isinstance(source, PictureSource):
+            if not isinstance(source, MediaSource):
                 continue
             here = np.flatnonzero(step.sources == number)
             counts, items = source.items_of(step.rows[here], step.lengths[here])
-            records = source.pictures.items.records[items]
+            records = source.media.items.records[items]
             found = (
-                *(np.repeat(here, counts), source.pictures.rows[items]),
+                *(np.repeat(here, counts), source.media.rows[items]),
                 *(records[side].astype(np.int64) for side in ("height", "width")),
             )
             for column, part in zip(columns, found, strict=True):
@@ -147,7 +147,7 @@ def forecast(drawing: Drawing, num_steps: int, done: Callable[[], object]) -> Fo
         drawn = [after.of(name).amount - before.of(name).amount for name in corpus.names]
         phase = _phase(found.phases, corpus, before)
         phase.add(step, np.array(drawn, dtype=np.float64))
-        if corpus.has_pictures:
+        if corpus.has_media:
             phase.add_items(StepItems.of(corpus, step))
         for source in mixture.sources:
             name = source.name

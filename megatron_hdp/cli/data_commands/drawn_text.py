@@ -145,7 +145,7 @@ def _headline(found: Findings, phase: Phase) -> str:
 
 
 def _pictures(found: Findings, phase: Phase) -> dict[str, int]:
-    if not found.corpus.has_pictures:
+    if not found.corpus.has_media:
         return {}
     return {"items": phase.num_items, "rows": phase.num_rows}
 

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_sizes(path: str, drawing: Drawing, num_steps: int) -> None:
     """Write what ``plan --items`` and ``check --items`` read."""
-    if not drawing.corpus.has_pictures:
+    if not drawing.corpus.has_media:
         raise ValueError(
             f"--items {path}: found no source with pictures, expected one: leave --items out"
         )

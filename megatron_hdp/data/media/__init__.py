@@ -21,7 +21,7 @@ from megatron_hdp.data.media.sizes import (
 )
 from megatron_hdp.data.media.stored import (
     Decoded,
-    PictureFiles,
+    MediaFiles,
     StoredItem,
     StoredPicture,
     StoredSound,
@@ -45,8 +45,8 @@ __all__ = [
     "Items",
     "ItemsWriter",
     "MediaError",
+    "MediaFiles",
     "MediaSettings",
-    "PictureFiles",
     "PictureSettings",
     "PictureSize",
     "StoredItem",

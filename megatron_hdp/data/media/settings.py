@@ -30,6 +30,8 @@ class MediaSettings(ABC):
 
     noun: ClassVar[str]
     """What an item is called."""
+    unit: ClassVar[str]
+    """What an item's height x width counts."""
     lists: ClassVar[tuple[str, str]]
     """Keys of a row under which items are named: one, and several. Those are also the kinds of
     parts that are items, the first one with ``_url`` too; between < and > it marks one in a text.
@@ -82,7 +84,7 @@ class MediaSettings(ABC):
 class PictureSettings(MediaSettings):
     """Of a source with pictures."""
 
-    noun = "picture"
+    noun, unit = "picture", "pixels"
     lists = "image", "images"
     resizing: Resizing
     written_part: str
@@ -142,7 +144,7 @@ class PictureSettings(MediaSettings):
 class SoundSettings(MediaSettings):
     """Of a source with sounds."""
 
-    noun = "sound"
+    noun, unit = "sound", "frames"
     lists = "audio", "audios"
     windows: Windows
     most_seconds: int

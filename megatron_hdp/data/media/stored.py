@@ -30,7 +30,7 @@ Decoded = ByteArray | str
 """The bytes of an item's values, or why it is damaged."""
 
 
-class PictureFiles:
+class MediaFiles:
     """Reads the pictures or sounds of one source; several threads may ask at a time.
 
     Parts of tables that were read last are kept, up to 256 MiB.
@@ -98,7 +98,7 @@ class StoredItem(ABC):
     """What was decoded of it, somewhere."""
 
     def __init__(
-        self, files: PictureFiles, place: tuple[str, int, int], size: tuple[int, int]
+        self, files: MediaFiles, place: tuple[str, int, int], size: tuple[int, int]
     ) -> None:
         """Name an item by its place, and tell its size, both as of `data.media.items.ITEM`."""
         self._files, self._place = files, place
@@ -250,7 +250,7 @@ class StoredSound(StoredItem):
 
 
 def stored_item(
-    files: PictureFiles, name: str, offset: int, size: int, height: int, width: int
+    files: MediaFiles, name: str, offset: int, size: int, height: int, width: int
 ) -> StoredItem:
     """Return an item of a source, of its kind; arguments as of `data.media.items.ITEM`."""
     kind = StoredSound if isinstance(files.settings, SoundSettings) else StoredPicture

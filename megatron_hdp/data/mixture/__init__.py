@@ -7,6 +7,7 @@ from megatron_hdp.data.mixture.blend_flags import BlendFlags, specs_of_flags
 from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.data_file import DataFile, DataFileError, read_data_file
 from megatron_hdp.data.mixture.draw import BatchSize, Mixture, Step, Together
+from megatron_hdp.data.mixture.media_source import MediaRows, MediaSource
 from megatron_hdp.data.mixture.open_corpus import (
     Opening,
     any_documents,
@@ -16,7 +17,6 @@ from megatron_hdp.data.mixture.open_corpus import (
     prepare_source,
     prepared,
 )
-from megatron_hdp.data.mixture.picture_source import PictureRows, PictureSource
 from megatron_hdp.data.mixture.position import Position, SeenLosses, position_of_run
 from megatron_hdp.data.mixture.schedule import (
     SPLITS,
@@ -37,12 +37,12 @@ __all__ = [
     "Corpus",
     "DataFile",
     "DataFileError",
+    "MediaRows",
+    "MediaSource",
     "Mixture",
     "MixtureSpec",
     "Opening",
     "Phase",
-    "PictureRows",
-    "PictureSource",
     "Position",
     "ResolvedSchedule",
     "Schedule",

@@ -42,7 +42,7 @@ class Corpus:
         self.schedule = spec.schedule.resolved(sizes, max_length)
         for i, source in enumerate(self.sources):
             bound = self.schedule.least_max_length(i)
-            if source.has_pictures and source.longest > bound:
+            if source.has_media and source.longest > bound:
                 raise ValueError(
                     f"{spec.origin}: source '{source.name}' has a sequence of {source.longest:,} "
                     f"tokens, the schedule allows {bound:,}, and would cut pictures: expected "
@@ -64,9 +64,9 @@ class Corpus:
         return None if found is None else found.kind
 
     @property
-    def has_pictures(self) -> bool:
+    def has_media(self) -> bool:
         """Whether pictures stand among the tokens of a source."""
-        return any(one.has_pictures for one in self.sources)
+        return any(one.has_media for one in self.sources)
 
     @property
     def group(self) -> int:

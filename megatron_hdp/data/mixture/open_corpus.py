@@ -12,9 +12,9 @@ import numpy as np
 
 from megatron_hdp.data.formats import kind_of
 from megatron_hdp.data.media import SUFFIX as ITEMS_SUFFIX
-from megatron_hdp.data.media import Items, PictureFiles, settings_of
+from megatron_hdp.data.media import Items, MediaFiles, settings_of
 from megatron_hdp.data.mixture.corpus import Corpus
-from megatron_hdp.data.mixture.picture_source import Lengthening, PictureRows, PictureSource
+from megatron_hdp.data.mixture.media_source import Lengthening, MediaRows, MediaSource
 from megatron_hdp.data.mixture.schedule import MixtureSpec
 from megatron_hdp.data.mixture.source import Source
 from megatron_hdp.data.mixture.table_source import TableSource
@@ -218,13 +218,13 @@ def _opened(
             f"{spec.origin}: found long-sequence {long_sequence} for source '{source.name}', which "
             f"holds preferences, expected error: an answer that is cut is another one; {_LEAVE_OUT}"
         )
-    pictures = _pictures_of(source, prefix, spec)
-    if pictures is not None and long_sequence == "split":
+    media = _media_of(source, prefix, spec)
+    if media is not None and long_sequence == "split":
         raise ValueError(
             f"{spec.origin}: found long-sequence split for source '{source.name}', which has "
             "pictures or sounds, expected truncate or error: a piece could begin within one"
         )
-    if pictures is not None and sides is not None:
+    if media is not None and sides is not None:
         raise ValueError(
             f"{spec.origin}: found media and preferences in source '{source.name}', expected "
             "one of them: answers are text"
@@ -232,9 +232,9 @@ def _opened(
     how: dict[str, Any] = {"cache_folder": opening.cache_folder, "say": opening.say}
     if sides is not None:
         how["remedy"] = _LEAVE_OUT
-    if pictures is not None:
+    if media is not None:
         most = opening.max_length if long_sequence == "truncate" else None
-        how["longer"] = longer = Lengthening(pictures, most, documents)
+        how["longer"] = longer = Lengthening(media, most, documents)
     table, reader = open_source(
         prefix,
         max_length=opening.max_length,
@@ -270,39 +270,39 @@ def _opened(
         "first_row": first_row,
         "num_rows": num_rows,
     }
-    if pictures is None:
+    if media is None:
         return TableSource(**parts)
-    _require_all_items(prefix, pictures, reader, spans)
+    _require_all_items(prefix, media, reader, spans)
     table.facts = replace(table.facts, num_truncated=longer.num_cut)
-    return PictureSource(**parts, pictures=pictures)
+    return MediaSource(**parts, media=media)
 
 
-def _pictures_of(source: SourceSpec, prefix: str, spec: MixtureSpec) -> PictureRows | None:
-    """Return the pictures of a pair, which its source must say how to read."""
+def _media_of(source: SourceSpec, prefix: str, spec: MixtureSpec) -> MediaRows | None:
+    """Return the items of a pair, which its source must say how to read."""
     items = Items.beside(prefix)
     if items is None and source.media is None:
         return None
     if source.media is None or items is None:
-        found = "pictures and no media" if items is not None else "media and no pictures"
+        found = "items and no media" if items is not None else "media and no items"
         raise ValueError(
             f"{spec.origin}: found {found} for source '{source.name}' ({prefix}), expected both, "
             "with the encoder that is trained: add media: {encoder: ..}, or take it out"
         )
-    files = PictureFiles(source.pictures_folder, settings_of(source.media))
-    return PictureRows.of(items, files)
+    files = MediaFiles(source.media_folder, settings_of(source.media))
+    return MediaRows.of(items, files)
 
 
 def _require_all_items(
-    prefix: str, pictures: PictureRows, reader: TokenReader, spans: Spans | None
+    prefix: str, media: MediaRows, reader: TokenReader, spans: Spans | None
 ) -> None:
-    """Refuse pictures of which something is missing."""
+    """Refuse items of which something is missing."""
     if reader.sums is not None:
         reader.sums.require_file(ITEMS_SUFFIX)
     num_documents = count_documents(prefix)
-    if spans is None or len(pictures.items) != num_documents:
+    if spans is None or len(media.items) != num_documents:
         found = "no .spans" if spans is None else f"{num_documents:,} documents"
         raise ValueError(
-            f"{prefix}{ITEMS_SUFFIX} has the pictures of {len(pictures.items):,} documents beside "
+            f"{prefix}{ITEMS_SUFFIX} has the items of {len(media.items):,} documents beside "
             f"{found}, expected as many, and .spans: make the pair again from its source"
         )
 

@@ -42,7 +42,7 @@ class Source(Rows, Protocol):
         return None
 
     @property
-    def has_pictures(self) -> bool:
+    def has_media(self) -> bool:
         """Whether pictures stand among its tokens, in which no row may be cut."""
         return False
 

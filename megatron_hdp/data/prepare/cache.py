@@ -91,7 +91,7 @@ def prepare(
             "rows can have pictures"
         )
     files = files_of(spec.path, spec.glob)
-    suffixes = suffixes_of(kind, has_pictures=spec.media is not None)
+    suffixes = suffixes_of(kind, has_media=spec.media is not None)
     tokenizer = spec.tokenizer or tokenizer
     os.makedirs(folder, exist_ok=True)
     name = re.sub(r"[^\w.-]", "_", spec.name).encode()[:_MOST_NAME_BYTES].decode(errors="ignore")

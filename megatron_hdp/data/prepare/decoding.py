@@ -13,7 +13,7 @@ from megatron_hdp.data.chat import (
     BadConversationError,
     ChatTokens,
     Conversations,
-    PictureConversations,
+    MediaConversations,
     Preferences,
 )
 from megatron_hdp.data.formats import BadRecord, Record
@@ -21,7 +21,7 @@ from megatron_hdp.data.sides import KINDS
 from megatron_hdp.data.spec import MediaSpec, SourceSpec
 from megatron_hdp.data.tokenizers import TokenBatch, Tokenizer, build_tokenizer
 
-Chat = Conversations | PictureConversations | Preferences
+Chat = Conversations | MediaConversations | Preferences
 """What makes tokens of rows."""
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2**20, 1024
@@ -66,7 +66,7 @@ def decoding_of(spec: SourceSpec, kind: str, tokenizer: str) -> Decoding:
         key=text_key(spec, kind),
         sides=kind if kind in KINDS else None,
         media=spec.media,
-        folder=spec.pictures_folder,
+        folder=spec.media_folder,
         append_eod=spec.append_eod,
         template=spec.template,
         train_on=spec.train_on,
@@ -112,7 +112,7 @@ def conversations_of(decoding: Decoding) -> Chat:
         how = decoding.tokenizer, decoding.template, decoding.train_on
         return Preferences(decoding.sides, *how)
     if decoding.media is not None:
-        return PictureConversations(
+        return MediaConversations(
             decoding.tokenizer,
             decoding.media,
             decoding.folder,
@@ -132,7 +132,7 @@ def rendered(conversations: Chat, record: Record) -> list[ChatTokens] | BadRecor
         ValueError: the template is at fault.
     """
     try:
-        if isinstance(conversations, PictureConversations):
+        if isinstance(conversations, MediaConversations):
             number = record.origin.in_file(record.number) - 1
             return conversations.render(record.value, record.origin.path, number)
         return conversations.render(record.value)

@@ -32,9 +32,9 @@ SUFFIXES = {
 _FILES, _CHECK = "files", "check"
 
 
-def suffixes_of(kind: str, *, has_pictures: bool) -> tuple[str, ...]:
+def suffixes_of(kind: str, *, has_media: bool) -> tuple[str, ...]:
     """Return the suffixes of what is made of a source."""
-    return (*SUFFIXES[kind], *([media.SUFFIX] if has_pictures else []))
+    return (*SUFFIXES[kind], *([media.SUFFIX] if has_media else []))
 
 
 class PreparedFiles:

@@ -5,7 +5,7 @@ from megatron_hdp.data.steps.loaders import (
     LocalLoaders,
     LostSource,
     RankStep,
-    WantedPicture,
+    WantedItem,
     read_step,
 )
 from megatron_hdp.data.steps.micro_batch import (
@@ -43,7 +43,7 @@ __all__ = [
     "StepShares",
     "StepTotals",
     "TokenSource",
-    "WantedPicture",
+    "WantedItem",
     "costed",
     "padding_micro_batch",
     "pieces_of",

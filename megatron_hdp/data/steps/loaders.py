@@ -49,14 +49,14 @@ class RankStep:
 
 
 @dataclass(frozen=True)
-class WantedPicture:
-    """A picture of a step that a rank encodes."""
+class WantedItem:
+    """An item of a step that a rank encodes, which is read there."""
 
     source: int
     row: int
     place: int
-    """Among the pictures of its row."""
-    picture: StoredItem
+    """Among the items of its row."""
+    item: StoredItem
 
 
 def read_step(
@@ -96,7 +96,7 @@ class Loaders(Protocol):
     def statically(self, step: RankStep, failure: str) -> RankStep:
         """Return a step under the static plan: planning it failed on another rank."""
 
-    def decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
+    def decode(self, position: Position, wanted: Sequence[WantedItem]) -> list[Decoded]:
         """Return pictures of the step that begins at a position.
 
         Raises:
@@ -141,13 +141,13 @@ class LocalLoaders:
         """Return a step under the static plan, read anew."""
         return self._read(self._planner.statically(step.totals.before, failure))
 
-    def decode(self, position: Position, wanted: Sequence[WantedPicture]) -> list[Decoded]:
+    def decode(self, position: Position, wanted: Sequence[WantedItem]) -> list[Decoded]:
         """Return pictures, decoded now in as many threads as this process may use processors.
 
         Raises:
             ValueError: a file cannot be read.
         """
-        return decoded([one.picture for one in wanted])
+        return decoded([one.item for one in wanted])
 
     def interrupt(self) -> None:
         """Nothing: nobody waits here for another process."""

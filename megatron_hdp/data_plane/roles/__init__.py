@@ -1,7 +1,7 @@
 """What planner, loaders and constructors do, wherever they run: no Ray, no sockets."""
 
 from megatron_hdp.data_plane.roles.constructing import ConstructingService
-from megatron_hdp.data_plane.roles.decoding import DecodingService, LaidOut, RankPictures
+from megatron_hdp.data_plane.roles.decoding import DecodingService, LaidOut, RankItems
 from megatron_hdp.data_plane.roles.failures import FAILURES, SourceSilent, why_of
 from megatron_hdp.data_plane.roles.journal import Entry, FencedError, Journal
 from megatron_hdp.data_plane.roles.loading import (
@@ -9,7 +9,7 @@ from megatron_hdp.data_plane.roles.loading import (
     LoaderFigures,
     LoadingService,
     Wanted,
-    WantedPictures,
+    WantedItems,
 )
 from megatron_hdp.data_plane.roles.planning import Answer, PlanningService
 from megatron_hdp.data_plane.roles.published import PublishedSource
@@ -29,11 +29,11 @@ __all__ = [
     "LoadingService",
     "PlanningService",
     "PublishedSource",
-    "RankPictures",
+    "RankItems",
     "Scaling",
     "Seen",
     "SourceSilent",
     "Wanted",
-    "WantedPictures",
+    "WantedItems",
     "why_of",
 ]

@@ -11,11 +11,11 @@ import numpy as np
 
 from megatron_hdp.arrays import ByteArray, Int64Array
 from megatron_hdp.data.media import Decoded
-from megatron_hdp.data_plane.roles.loading import WantedPictures, turns_of
+from megatron_hdp.data_plane.roles.loading import WantedItems, turns_of
 
 T = TypeVar("T")
 
-AskPictures = Callable[[str, Sequence[str], WantedPictures], list[Decoded]]
+AskItems = Callable[[str, Sequence[str], WantedItems], list[Decoded]]
 """For pictures of a source, by name, of these loaders: the first, or another if that fails; blocks,
 and several threads call it."""
 
@@ -32,22 +32,22 @@ class Crew:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPictures:
-    """The pictures of a step that a rank encodes, ``[n]`` each; see `data.steps.WantedPicture`."""
+class RankItems:
+    """The items of a step that a rank encodes, ``[n]`` each; see `data.steps.WantedItem`."""
 
     sources: tuple[int, ...]
     rows: tuple[int, ...]
     places: tuple[int, ...]
     num_bytes: tuple[int, ...]
-    """Of each one's patches."""
+    """Of each one's values."""
 
 
 @dataclass
 class LaidOut(Generic[T]):
-    """Where decoded pictures lie."""
+    """Where decoded items lie."""
 
     blocks: list[tuple[T, list[int]]] = field(default_factory=list)
-    """Each with the pictures in it, one behind another, by their places in what was asked for."""
+    """Each with the items in it, one behind another, by their places in what was asked for."""
     damages: dict[int, str] = field(default_factory=dict)
     """Why others are in none, by the same places."""
 
@@ -58,7 +58,7 @@ class DecodingService(Generic[T]):
     def __init__(
         self,
         names: Sequence[str],
-        ask: AskPictures,
+        ask: AskItems,
         lay_out: Callable[[Sequence[ByteArray]], T],
         let_go: Callable[[T], None],
     ) -> None:
@@ -74,7 +74,7 @@ class DecodingService(Generic[T]):
         self._ask, self._lay_out, self._let_go = ask, lay_out, let_go
         self._fetchers = ThreadPoolExecutor(_THREADS, thread_name_prefix="decode")
 
-    def get(self, wanted: RankPictures, crew: Crew) -> LaidOut[T]:
+    def get(self, wanted: RankItems, crew: Crew) -> LaidOut[T]:
         """Return where pictures lie, once all of them are decoded.
 
         Raises:
@@ -100,7 +100,7 @@ class DecodingService(Generic[T]):
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
     def _begin(
-        self, wanted: RankPictures, crew: Crew, block: list[int]
+        self, wanted: RankItems, crew: Crew, block: list[int]
     ) -> tuple[list[int], Future[tuple[T | None, dict[int, str]]]]:
         name = self._names[wanted.sources[block[0]]]
         rows, places = (np.array(one)[block] for one in (wanted.rows, wanted.places))
@@ -110,7 +110,7 @@ class DecodingService(Generic[T]):
         sizes = [wanted.num_bytes[i] for i in block]
 
         def fetch() -> tuple[T | None, dict[int, str]]:
-            pictures = self._ask(name, order, WantedPictures(rows, places))
+            pictures = self._ask(name, order, WantedItems(rows, places))
             _require_sizes(name, pictures, sizes)
             damages = {
                 i: one for i, one in zip(block, pictures, strict=True) if isinstance(one, str)
@@ -127,7 +127,7 @@ class DecodingService(Generic[T]):
                 self._let_go(laid_out)
 
 
-def _blocks(wanted: RankPictures, crew: Crew, names: Sequence[str]) -> Iterator[list[int]]:
+def _blocks(wanted: RankItems, crew: Crew, names: Sequence[str]) -> Iterator[list[int]]:
     """Pictures that one loader is asked for at once: neighbours of a source, so many bytes."""
     sources, rows = np.array(wanted.sources, dtype=np.int64), np.array(wanted.rows, dtype=np.int64)
     serving = np.array([max(crew.num_serving[one], 1) for one in names], dtype=np.int64)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megatron_hdp.arrays import ByteArray, Int64Array
 from megatron_hdp.data.media import Decoded
-from megatron_hdp.data.mixture import PictureSource, Source
+from megatron_hdp.data.mixture import MediaSource, Source
 
 _BLOCK = 64  # rows
 
@@ -34,8 +34,8 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class WantedPictures:
-    """Pictures of one source's rows, ``[n]`` each; see `data.steps.WantedPicture`."""
+class WantedItems:
+    """Items of one source's rows, ``[n]`` each; see `data.steps.WantedItem`."""
 
     rows: Int64Array
     places: Int64Array
@@ -108,21 +108,21 @@ class LoadingService:
                 self._figures.tokens += wanted.num_tokens
             return loaded
 
-    def decode(self, wanted: WantedPictures) -> list[Decoded]:
+    def decode(self, wanted: WantedItems) -> list[Decoded]:
         """Read and decode pictures.
 
         Raises:
             ValueError: the source has none, or a file cannot be read.
         """
         source = self._source
-        if not isinstance(source, PictureSource):
+        if not isinstance(source, MediaSource):
             raise ValueError(
                 f"found a question for pictures of source '{source.name}', expected tokens alone: "
                 "it has no media"
             )
         places = zip(wanted.rows.tolist(), wanted.places.tolist(), strict=True)
         with self._working():
-            return [source.picture(row, place).decoded() for row, place in places]
+            return [source.item(row, place).decoded() for row, place in places]
 
     def _load(self, wanted: Wanted) -> Loaded:
         self._source.lengths(np.unique(wanted.rows))  # text is decoded together, not row by row

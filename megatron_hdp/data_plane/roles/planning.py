@@ -222,8 +222,8 @@ class PlanningService:
                 f"{dict(totals.fingerprints)}, expected {dict(known.fingerprints)}): the data "
                 "changed during the run: restore them"
             )
-        has_pictures = self._planner.corpus.has_pictures
-        return _Decided(totals, self._planner.shares(planned), planned if has_pictures else None)
+        has_media = self._planner.corpus.has_media
+        return _Decided(totals, self._planner.shares(planned), planned if has_media else None)
 
     def _planned(self, begin: Position, without: Mapping[str, str]) -> PlannedStep:
         try:

@@ -32,10 +32,7 @@ from megatron_hdp.data.steps import RankMicroBatch, padding_micro_batch
 from megatron_hdp.megatron.execution.grad_sync import GradSync
 from megatron_hdp.megatron.execution.model_pass import ModelPass, StepInProgress, arrays_of
 from megatron_hdp.megatron.execution.own_loss import Arrays, OwnLoss
-from megatron_hdp.megatron.execution.param_gather import (
-    finish_param_gather,
-    start_param_gather,
-)
+from megatron_hdp.megatron.execution.param_gather import finish_param_gather, start_param_gather
 from megatron_hdp.megatron.execution.parts import PartedPass, Parts, layouts_of, num_on_device
 from megatron_hdp.megatron.execution.schedule_timers import Pass, noting_compute
 from megatron_hdp.megatron.model import HdpCoreAttention

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
-from megatron_hdp.data.mixture import Corpus, PictureSource, Step
+from megatron_hdp.data.mixture import Corpus, MediaSource, Step
 from megatron_hdp.megatron.media.items import MediaItem
 
 
@@ -18,7 +18,7 @@ def items_of(corpus: Corpus, step: Step) -> list[MediaItem]:
     columns = (step.sources, step.rows, step.lengths)
     for i, one in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         source, row, length = corpus.sources[one[0]], one[1], one[2]
-        if isinstance(source, PictureSource):
+        if isinstance(source, MediaSource):
             places = source.items(row, length)
             found += [MediaItem(sequence=i, start=at, data=picture) for at, picture in places]
     return found

@@ -18,7 +18,7 @@ from megatron_hdp.data.steps import (
     RankMicroBatch,
     RankStep,
     Reader,
-    WantedPicture,
+    WantedItem,
 )
 from megatron_hdp.megatron.execution import HdpExecutor, make_whole
 from megatron_hdp.megatron.media import BatchMedia, DrawnItems, JobEncoder, StepMedia
@@ -28,7 +28,7 @@ from megatron_hdp.megatron.step.figures import StepReport
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.runtime.timeline import ENCODER
 
-PictureDecoder = Callable[[Sequence[WantedPicture]], list[Decoded]]
+ItemDecoder = Callable[[Sequence[WantedItem]], list[Decoded]]
 
 
 class StepItems:
@@ -68,7 +68,7 @@ class StepItems:
         )
         return cls(encoder, corpus, arguments.hdp_corrupt_limit)
 
-    def prepared(self, step: RankStep, decode: PictureDecoder) -> StepMedia | None:
+    def prepared(self, step: RankStep, decode: ItemDecoder) -> StepMedia | None:
         """A step's items, of which those that this rank encodes are decoded; None without any.
 
         Communicates nothing.
@@ -90,7 +90,7 @@ class StepItems:
             for item in items:
                 one = batch.media[item]
                 source, row = int(drawn.sources[one.sequence]), int(drawn.rows[one.sequence])
-                wanted.append(WantedPicture(source, row, places[item], one.data))
+                wanted.append(WantedItem(source, row, places[item], one.data))
             return decode(wanted)
 
         found.decode(by)

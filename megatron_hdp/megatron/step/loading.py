@@ -17,9 +17,9 @@ from megatron_hdp.data.mixture import (
     BlendFlags,
     Corpus,
     DataFile,
+    MediaSource,
     MixtureSpec,
     Opening,
-    PictureSource,
     any_documents,
     open_corpus,
     read_data_file,
@@ -81,7 +81,7 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
         ValueError: one of them cannot be opened, or has no sequence.
     """
     corpus = open_corpus(spec, _opening(arguments))
-    with_media = [one for one in corpus.sources if isinstance(one, PictureSource)]
+    with_media = [one for one in corpus.sources if isinstance(one, MediaSource)]
     if with_media and arguments.hdp_encoder is None:
         raise ValueError(
             f"{spec.origin}: found a source with {with_media[0].noun}s and nothing to encode them, "

@@ -11,8 +11,8 @@ from typing import Self
 import numpy as np
 
 from megatron_hdp.data.media import Decoded
-from megatron_hdp.data.mixture import Corpus, PictureSource
-from megatron_hdp.data.steps import RankStep, WantedPicture
+from megatron_hdp.data.mixture import Corpus, MediaSource
+from megatron_hdp.data.steps import RankStep, WantedItem
 from megatron_hdp.data_plane.setup import SplitSetup
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -83,15 +83,15 @@ class Pictures:
             return None
         return cls(setup.planner(lambda text: None, lambda source: source).corpus)
 
-    def of(self, step: RankStep) -> list[WantedPicture]:
+    def of(self, step: RankStep) -> list[WantedItem]:
         """All of a step."""
         assert step.planned is not None, "the source has pictures"
         drawn, found = step.planned.step, []
         for number, row in zip(drawn.sources.tolist(), drawn.rows.tolist(), strict=True):
             source = self.corpus.sources[number]
-            if isinstance(source, PictureSource):
+            if isinstance(source, MediaSource):
                 items = source.items(row, drawn.max_length)
-                found += [WantedPicture(number, row, i, one) for i, (_, one) in enumerate(items)]
+                found += [WantedItem(number, row, i, one) for i, (_, one) in enumerate(items)]
         return found
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data import TokenFile
-from megatron_hdp.data.chat import BadConversationError, PictureConversations
-from megatron_hdp.data.media import Items, PictureFiles, PictureSettings, StoredPicture
+from megatron_hdp.data.chat import BadConversationError, MediaConversations
+from megatron_hdp.data.media import Items, MediaFiles, PictureSettings, StoredPicture
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import MediaSpec
 from megatron_hdp.data.tokenizers import build_tokenizer
@@ -33,8 +33,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def conversations(folder: Path, media: MediaSpec = QWEN) -> PictureConversations:
-    return PictureConversations(
+def conversations(folder: Path, media: MediaSpec = QWEN) -> MediaConversations:
+    return MediaConversations(
         build_tokenizer(sources.tokenizer(folder)), media, str(folder), "chatml"
     )
 
@@ -166,7 +166,7 @@ def test_prepared_pictures_are_found_again(folder: Path, form: str) -> None:
     assert items is not None and len(items) == found.documents == len(ROWS)
     assert len(Spans(f"{found.prefix}.spans")) == len(ROWS)
     tokens = TokenFile(found.prefix)
-    files = PictureFiles(str(folder), settings)
+    files = MediaFiles(str(folder), settings)
     for document, (_, numbers, _) in enumerate(ROWS):
         of_document = items.of(document)
         assert len(of_document) == len(numbers)

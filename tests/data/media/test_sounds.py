@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_hdp.data.chat import BadConversationError, PictureConversations
-from megatron_hdp.data.media import Items, MediaError, PictureFiles, settings_of, stored_item
+from megatron_hdp.data.chat import BadConversationError, MediaConversations
+from megatron_hdp.data.media import Items, MediaError, MediaFiles, settings_of, stored_item
 from megatron_hdp.data.media.sounds import samples_of, size_of_sound
 from megatron_hdp.data.media.spectrograms import spectrogram_of
 from megatron_hdp.data.spec import MediaSpec
@@ -212,9 +212,9 @@ def test_a_pipe_does_not_tell_how_long_a_sound_is() -> None:
     assert size_of_sound(io.BytesIO(bytes(raw)), "x").num_samples == sounds.COUNTS[0]
 
 
-def conversations(folder: Path, media: MediaSpec = QWEN) -> PictureConversations:
+def conversations(folder: Path, media: MediaSpec = QWEN) -> MediaConversations:
     tokenizer = build_tokenizer(sources.tokenizer(folder, sources.OF_SOUNDS))
-    return PictureConversations(tokenizer, media, str(folder), "chatml")
+    return MediaConversations(tokenizer, media, str(folder), "chatml")
 
 
 def test_sounds_are_written_as_qwen_writes_them(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_prepared_sounds_are_found_again(tmp_path: Path, form: str) -> None:
     found = run(write(tmp_path, form), tmp_path / "cache", media=QWEN, **how)
     items = Items.beside(found.prefix)
     assert items is not None and len(items) == 4
-    files = PictureFiles(str(tmp_path), settings_of(QWEN))
+    files = MediaFiles(str(tmp_path), settings_of(QWEN))
     for number, item in enumerate(items.records):
         place = items.name(int(item["file"])), int(item["offset"]), int(item["size"])
         stored = stored_item(files, *place, int(item["height"]), int(item["width"]))
@@ -295,7 +295,7 @@ def test_prepared_sounds_are_found_again(tmp_path: Path, form: str) -> None:
 def test_a_file_that_has_changed_is_told(tmp_path: Path) -> None:
     raw = sounds.sound(0)
     (tmp_path / "x.wav").write_bytes(raw)
-    files = PictureFiles(str(tmp_path), settings_of(QWEN))
+    files = MediaFiles(str(tmp_path), settings_of(QWEN))
     stored = stored_item(files, "x.wav", 0, len(raw), 1, 12)
     assert "found 1,600 samples, expected 12 frames of 160 by the header" in stored.decoded()
     stored.found = "damaged"

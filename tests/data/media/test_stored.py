@@ -9,7 +9,7 @@ import torch
 
 from megatron_hdp.data.media import (
     MediaError,
-    PictureFiles,
+    MediaFiles,
     PictureSettings,
     StoredPicture,
     patches_of_picture,
@@ -35,7 +35,7 @@ def stored(tmp_path: Path) -> StoredPicture:
     media = MediaSpec(encoder="qwen3-vl", least_pixels=1, most_pixels=20_000)
     raw = sources.picture(1)
     (tmp_path / "x.bin").write_bytes(b"before" + raw + b"behind")
-    files = PictureFiles(str(tmp_path), PictureSettings.of(media))
+    files = MediaFiles(str(tmp_path), PictureSettings.of(media))
     return StoredPicture(files, ("x.bin", 6, len(raw)), SIDES)
 
 
@@ -55,7 +55,7 @@ def test_an_encoder_sees_its_patches(stored: StoredPicture) -> None:
 def test_it_is_the_same_on_all_ranks_wherever_its_files_lie(
     stored: StoredPicture, tmp_path: Path
 ) -> None:
-    files = PictureFiles(str(tmp_path / "elsewhere"), stored._files.settings)
+    files = MediaFiles(str(tmp_path / "elsewhere"), stored._files.settings)
     other = StoredPicture(files, stored._place, SIDES)
     assert repr(other) == repr(stored)
     assert repr(StoredPicture(files, stored._place, (SIDES[0], SIDES[1] * 2))) != repr(stored)

@@ -11,13 +11,13 @@ from hypothesis import strategies as some
 
 from megatron_hdp.data import TokenFile
 from megatron_hdp.data.index_file import Documents
-from megatron_hdp.data.media import ITEM, Items, PictureFiles, PictureSettings
+from megatron_hdp.data.media import ITEM, Items, MediaFiles, PictureSettings
 from megatron_hdp.data.mixture import (
+    MediaRows,
+    MediaSource,
     MixtureSpec,
     Opening,
     Phase,
-    PictureRows,
-    PictureSource,
     Schedule,
     open_corpus,
     read_data_file,
@@ -35,16 +35,16 @@ ROWS = [llava("<image> what?<image>", [i % 4, (i + 1) % 4], "it is " + "a" * i) 
 ROWS += [llava("no picture?", [], "none")]
 
 
-def rows_of(documents: list[list[tuple[int, int]]]) -> PictureRows:
+def rows_of(documents: list[list[tuple[int, int]]]) -> MediaRows:
     """Pictures by document: the token and the rows of each."""
     flat = [one for document in documents for one in document]
     records = np.zeros(len(flat), dtype=ITEM)
     records["token"] = [token for token, _ in flat]
     first = np.cumsum([0, *map(len, documents)])
     items = Items(first, records, "", np.zeros(0, dtype=np.int64), memoryview(b""))
-    files = PictureFiles(".", PictureSettings.of(MEDIA))
+    files = MediaFiles(".", PictureSettings.of(MEDIA))
     rows = np.array([rows for _, rows in flat], dtype=np.int64)
-    return PictureRows.of_rows(items, files, rows)
+    return MediaRows.of_rows(items, files, rows)
 
 
 document = some.lists(some.integers(0, 5), min_size=1, max_size=12)
@@ -88,10 +88,10 @@ def spec_of(tmp_path: Path) -> Callable[..., MixtureSpec]:
     return make
 
 
-def opened(spec: MixtureSpec, max_length: int = 10_000, **keys: Any) -> PictureSource:
+def opened(spec: MixtureSpec, max_length: int = 10_000, **keys: Any) -> MediaSource:
     how = {"long_sequence": "truncate", "workers": 0, "say": lambda _: None, **keys}
     (source,) = open_corpus(spec, Opening(max_length=max_length, **how)).sources
-    assert isinstance(source, PictureSource)
+    assert isinstance(source, MediaSource)
     return source
 
 
@@ -108,7 +108,7 @@ def test_tokens_masks_and_pictures_are_those_that_are_stored(
         assert source.document(row) == row
         tokens = stored.read(row, 0, int(stored.lengths[row])).tolist()
         mask = spans.mask(row, 0, len(tokens)).tolist()
-        settings = source.pictures.files.settings
+        settings = source.media.files.settings
         rows = {int(one["token"]): one for one in items.of(row)}
         whole, is_trained, begins = [], [], []
         for t, (token, trained) in enumerate(zip(tokens, mask, strict=True)):
@@ -175,13 +175,13 @@ def test_a_pair_with_pictures_needs_media_and_the_reverse(
     spec_of: Callable[..., MixtureSpec], tmp_path: Path
 ) -> None:
     prefix = opened(spec_of()).prefix
-    with pytest.raises(ValueError, match="found pictures and no media"):
+    with pytest.raises(ValueError, match="found items and no media"):
         opened(spec_of(path=prefix, format="tokens", media=None))
     folder = MediaSpec(encoder="qwen3-vl", folder=str(tmp_path))
     source = opened(spec_of(path=prefix, format="tokens", media=folder))
     assert np.asarray(source.items(0, 10_000)[0][1].values).any()
     Path(f"{prefix}.items").unlink()
-    with pytest.raises(ValueError, match="found media and no pictures"):
+    with pytest.raises(ValueError, match="found media and no items"):
         opened(spec_of(path=prefix, format="tokens", media=folder))
 
 

@@ -1,6 +1,6 @@
-"""A source of tokens with pictures: each placeholder of a document is as many tokens as rows.
+"""A source of tokens with pictures or sounds: a placeholder in a document is its rows' tokens.
 
-What is stored has one token for a picture, whose size says how many rows an encoder makes of it; so
+What is stored has one token for an item, whose size says how many rows an encoder makes of it; so
 other limits of pixels are other sequences of the same tokens. Places in a row count rows.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.index_file import Documents
-from megatron_hdp.data.media import SUFFIX, Items, PictureFiles, StoredItem, stored_item
+from megatron_hdp.data.media import SUFFIX, Items, MediaFiles, StoredItem, stored_item
 from megatron_hdp.data.mixture.source import digest
 from megatron_hdp.data.mixture.table_source import TableSource
 
@@ -22,18 +22,18 @@ _DOCUMENT = 2**32  # places of a document: more than it has tokens
 
 
 @dataclass(frozen=True)
-class PictureRows:
-    """The pictures of a pair's documents, and how many rows each has."""
+class MediaRows:
+    """The items of a pair's documents, and how many rows each has."""
 
     items: Items
-    files: PictureFiles
+    files: MediaFiles
     rows: Int64Array
     """Of each item, ``[items]``."""
     places: Int64Array
     """Of each item's first row in its document, behind the document's number: so they rise."""
 
     @classmethod
-    def of(cls, items: Items, files: PictureFiles) -> PictureRows:
+    def of(cls, items: Items, files: MediaFiles) -> MediaRows:
         """Count the rows of all items by their sizes.
 
         Raises:
@@ -43,7 +43,7 @@ class PictureRows:
         return cls.of_rows(items, files, files.settings.rows(heights, widths))
 
     @classmethod
-    def of_rows(cls, items: Items, files: PictureFiles, rows: Int64Array) -> PictureRows:
+    def of_rows(cls, items: Items, files: MediaFiles, rows: Int64Array) -> MediaRows:
         """Take the rows of each item."""
         more = np.concatenate([[0], np.cumsum(rows - 1)])
         documents = np.repeat(np.arange(len(items)), np.diff(items.first))
@@ -72,7 +72,7 @@ class PictureRows:
 
         Args:
             piece: as they are stored.
-            most: a longer one is cut there, or before the picture in which that is; None: never.
+            most: a longer one is cut there, or before the item in which that is; None: never.
         """
         documents = piece.first + np.arange(len(piece.lengths))
         more = np.concatenate([[0], np.cumsum(self.rows - 1)])
@@ -100,9 +100,9 @@ class PictureRows:
 class Lengthening:
     """Gives documents the lengths that they are drawn with, and counts those that are cut."""
 
-    def __init__(self, pictures: PictureRows, most: int | None, documents: range) -> None:
+    def __init__(self, media: MediaRows, most: int | None, documents: range) -> None:
         """Set what they are cut to, if they are; only some of the pair's documents count."""
-        self._pictures, self._most, self._documents = pictures, most, documents
+        self._media, self._most, self._documents = media, most, documents
         self._cut: dict[int, int] = {}  # of a piece, which comes twice
 
     @property
@@ -112,30 +112,30 @@ class Lengthening:
 
     def __call__(self, piece: Documents) -> Documents:
         """Return a piece of the documents with other lengths."""
-        found = self._pictures.longer(piece, None)
+        found = self._media.longer(piece, None)
         if self._most is None:
             return found
         numbers = piece.first + np.flatnonzero(found.lengths > self._most)
         is_counted = (numbers >= self._documents.start) & (numbers < self._documents.stop)
         self._cut[piece.first] = int(is_counted.sum())
-        return self._pictures.longer(piece, self._most)
+        return self._media.longer(piece, self._most)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureSource(TableSource):
-    """A source of tokens and pictures, whose rows are documents, cut before a picture at most."""
+class MediaSource(TableSource):
+    """A source of tokens and items, whose rows are documents, cut before an item at most."""
 
-    pictures: PictureRows
+    media: MediaRows
 
     @property
-    def has_pictures(self) -> bool:
+    def has_media(self) -> bool:
         """It is cut when it is opened, not when it is drawn."""
         return True
 
     @property
     def noun(self) -> str:
         """What its items are called."""
-        return self.pictures.files.settings.noun
+        return self.media.files.settings.noun
 
     @property
     def index_bytes(self) -> int:
@@ -145,7 +145,7 @@ class PictureSource(TableSource):
     def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
         documents = self.table.documents(rows + self.first_row)
-        begins, ends = (self.pictures.num_stored(documents, at + 1) for at in (starts, stops))
+        begins, ends = (self.media.num_stored(documents, at + 1) for at in (starts, stops))
         assert self.spans is not None, "the opener has seen them"
         return self.spans.counts(documents, begins, ends)
 
@@ -158,7 +158,7 @@ class PictureSource(TableSource):
         return np.repeat(mask, self._times(document, stored))[start + 1 : stop + 1]
 
     def tokens(self, row: int, start: int, count: int) -> Int64Array:
-        """Return tokens of a row from its token ``start`` on; of a picture its placeholder's."""
+        """Return tokens of a row from its token ``start`` on; of an item its placeholder's."""
         document = self.document(row)
         stored = self._num_stored(document, start + count)
         begin = int(self.table.begins(np.array([row + self.first_row]))[0])
@@ -166,10 +166,10 @@ class PictureSource(TableSource):
         return found[start : start + count]
 
     def items(self, row: int, length: int) -> list[tuple[int, StoredItem]]:
-        """Return the pictures of a row's first tokens, each with the first of its tokens."""
+        """Return the items of a row's first tokens, each with the first of its tokens."""
         document = self.document(row)
-        begins = self.pictures.begins(self.pictures.of_document(document))
-        items: Items = self.pictures.items
+        begins = self.media.begins(self.media.of_document(document))
+        items: Items = self.media.items
         found = []
         for begin, one in zip(begins.tolist(), items.of(document), strict=True):
             if begin < length:
@@ -177,47 +177,47 @@ class PictureSource(TableSource):
         return found
 
     def items_of(self, rows: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return how many pictures rows' first tokens have, and the numbers of all of them."""
+        """Return how many items rows' first tokens have, and the numbers of all of them."""
         documents = self.table.documents(rows + self.first_row)
-        firsts = self.pictures.items.first[documents]
-        counts = np.searchsorted(self.pictures.places, documents * _DOCUMENT + lengths) - firsts
+        firsts = self.media.items.first[documents]
+        counts = np.searchsorted(self.media.places, documents * _DOCUMENT + lengths) - firsts
         before = np.cumsum(counts) - counts
         return counts, np.repeat(firsts - before, counts) + np.arange(int(counts.sum()))
 
-    def picture(self, row: int, place: int) -> StoredItem:
-        """Return a picture of a row, by its place among them."""
-        return self._stored(self.pictures.items.of(self.document(row))[place])
+    def item(self, row: int, place: int) -> StoredItem:
+        """Return an item of a row, by its place among them."""
+        return self._stored(self.media.items.of(self.document(row))[place])
 
     def _stored(self, item: Any) -> StoredItem:
-        name = self.pictures.items.name(int(item["file"]))
+        name = self.media.items.name(int(item["file"]))
         numbers = (int(item[key]) for key in ("offset", "size", "height", "width"))
-        return stored_item(self.pictures.files, name, *numbers)
+        return stored_item(self.media.files, name, *numbers)
 
     def kept(self) -> BoolArray:
         """Return which of the pair's items its rows have, ``[items]``."""
-        pictures, rows = self.pictures, np.arange(self.num_rows)
-        documents = pictures.places // _DOCUMENT
-        begins = pictures.places % _DOCUMENT
-        lengths = np.zeros(len(pictures.items), dtype=np.int64)
+        media, rows = self.media, np.arange(self.num_rows)
+        documents = media.places // _DOCUMENT
+        begins = media.places % _DOCUMENT
+        lengths = np.zeros(len(media.items), dtype=np.int64)
         lengths[self.table.documents(rows + self.first_row)] = self.lengths(rows)
         is_kept: BoolArray = begins < lengths[documents]
         return is_kept
 
     def contents(self) -> int:
         """Return a fingerprint of samples of its tokens, of what is trained, and of its items."""
-        return digest(super().contents(), self.pictures.items.samples)
+        return digest(super().contents(), self.media.items.samples)
 
     def _times(self, document: int, stored: int) -> Int64Array:
         """How many tokens each of the first stored ones of a document is."""
-        tokens = self.pictures.items.of(document)["token"].astype(np.int64)
-        rows = self.pictures.rows[self.pictures.of_document(document)]
+        tokens = self.media.items.of(document)["token"].astype(np.int64)
+        rows = self.media.rows[self.media.of_document(document)]
         times = np.ones(stored, dtype=np.int64)
         times[tokens[tokens < stored]] = rows[tokens < stored]
         return times
 
     def _num_stored(self, document: int, place: int) -> int:
-        return int(self.pictures.num_stored(np.array([document]), np.array([place]))[0])
+        return int(self.media.num_stored(np.array([document]), np.array([place]))[0])
 
     def _all_rows(self) -> tuple[int, int]:
         num_rows, corpus = super()._all_rows()
-        return num_rows, digest(corpus, *self.pictures.identity())
+        return num_rows, digest(corpus, *self.media.identity())

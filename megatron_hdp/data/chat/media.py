@@ -46,7 +46,7 @@ _CONTENTS = ("content", "value")
 _VIDEOS = ("video", "video_url")
 
 
-class PictureConversations:
+class MediaConversations:
     """Makes tokens of rows with pictures, as `Conversations` does of others."""
 
     def __init__(
