@@ -82,6 +82,15 @@ def test_what_is_whole_is_not_gathered(changed, started):
     assert [len(group.begun) for group in groups] == started
 
 
+def test_gloo_has_one_gather_under_way():
+    groups, said = [Group() for _ in range(3)], []
+    for number, group in enumerate(groups):
+        group.start_param_sync = lambda at=number: said.append(("begins", at))
+        group.param_gather_handle.wait = lambda at=number: said.append(("is over", at))
+    start_param_gather([ddp_model(groups)], False)
+    assert said == [(what, at) for at in (1, 0, 2) for what in ("begins", "is over")]
+
+
 @pytest.mark.parametrize("lacking", ["use_distributed_optimizer", "overlap_grad_reduce"])
 def test_what_the_flag_needs_is_asked_for(lacking):
     with pytest.raises(OptionError, match="--use-distributed-optimizer --overlap-grad-reduce"):
