@@ -1,6 +1,7 @@
 """Who is in which epoch: whole HDP ranks, each decision once, enough of them or a pause."""
 
 import json
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -24,6 +25,7 @@ class Job:
 
     def __init__(self, num_ranks, **terms):
         self.store, self.said, self.now = dist.HashStore(), [], 0.0
+        self.store.set_timeout(timedelta(seconds=5))  # what is not there now never comes
         self.coordinator = Coordinator(
             self.store, range(num_ranks), self.said.append, lambda: self.now
         )

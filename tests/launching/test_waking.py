@@ -17,7 +17,7 @@ from megatron_hdp.launching import waking
 from megatron_hdp.launching.waking import Sleep
 from megatron_hdp.runtime.epochs import keys
 
-LONGEST_S = 600.0
+LONGEST_S = 60.0
 
 
 @pytest.fixture
