@@ -203,6 +203,8 @@ def observe(state: FilterState, observations: Float64Array) -> tuple[FilterState
         raise ValueError(f"observations of shape {observations.shape}, expected {expected}")
     if not (np.isfinite(observations).all() and (observations[:, -1] > 0).all()):
         return state, []  # a rank could not tell: the step is as if it had not been
+    if not work(observations[:, :-1], state.coefficients).any():
+        return state, []  # nothing ran
     rows = np.concatenate([state.rows[-(WINDOW - 1) :], observations[None]])
     state = replace(state, rows=rows, error=_error(state, observations))
     if len(rows) < AGREE:
@@ -214,7 +216,8 @@ def observe(state: FilterState, observations: Float64Array) -> tuple[FilterState
 
 def _error(state: FilterState, observations: Float64Array) -> float:
     predicted = work(observations[:, :-1], state.coefficients) / state.speeds
-    return float(np.median(np.abs(predicted / observations[:, -1] - 1)))
+    ran = predicted > 0
+    return float(np.median(np.abs(predicted[ran] / observations[ran, -1] - 1)))
 
 
 def _with_speeds(state: FilterState, fitted: Fit) -> tuple[FilterState, list[Finding]]:
@@ -246,6 +249,7 @@ def _with_speeds(state: FilterState, fitted: Fit) -> tuple[FilterState, list[Fin
 
 def _with_coefficients(state: FilterState, fitted: Fit) -> FilterState:
     features = state.rows[..., :-1].reshape(-1, len(COLUMNS) - 1)
+    features = features[work(features, state.coefficients) > 0]  # of ranks that ran something
     ratios = work(features, fitted.coefficients) / work(features, state.coefficients)
     off = float(np.quantile(np.abs(np.log(ratios)), 0.9))
     doubt = fitted.noise * (features.shape[1] / len(features)) ** 0.5

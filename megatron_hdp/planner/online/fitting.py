@@ -6,6 +6,8 @@ gives ranks different mixtures of long and short sequences while all have the sa
 because most ranks run alike: a rank's factor is what is left of its times, step after step, beside
 those of the others. One factor common to all is in the coefficients.
 
+A rank that ran nothing in a step says nothing of itself there: it counts as what is known of it.
+
 Ranks are put in the order of their values first, so that the result has the same bits in whatever
 order they are given.
 """
@@ -35,7 +37,7 @@ class Fit(NamedTuple):
     """Factor of each feature; shape (features,)."""
     excess: Float64Array
     """Log of each time over what coefficients and speeds give, less that of the step's reference
-    rank; shape (steps, ranks)."""
+    rank, 0 where nothing ran; shape (steps, ranks)."""
     noise: float
     """Standard deviation of a rank's excess from one step to the next."""
 
@@ -50,7 +52,7 @@ def fit(
     """Fits a window of steps.
 
     Args:
-        features: work of each rank; shape (steps, ranks, features).
+        features: work of each rank, in each step some; shape (steps, ranks, features).
         seconds: that it took; shape (steps, ranks).
         coefficients: in force; shape (features,).
         speeds: in force; shape (ranks,).
@@ -92,16 +94,18 @@ def work(features: Float64Array, coefficients: Float64Array) -> Float64Array:
 def _logs(
     features: Float64Array, seconds: Float64Array, coefficients: Float64Array, speeds: Float64Array
 ) -> Float64Array:
-    """Of each time over what coefficients and speeds give."""
-    logs: Float64Array = np.log(seconds * speeds / work(features, coefficients))
+    """Of each time over what coefficients and speeds give; NaN where nothing ran."""
+    predicted = work(features, coefficients)
+    ran = predicted > 0
+    logs: Float64Array = np.log(seconds * speeds / np.where(ran, predicted, np.nan))
     return logs
 
 
 def _excess(logs: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Beside the middle rank of each step, of two the faster one; and that one's."""
-    middle = (logs.shape[1] - 1) // 2
-    references = np.sort(logs, axis=1)[:, middle]
-    return logs - references[:, None], references
+    middle = (np.isfinite(logs).sum(axis=1) - 1) // 2  # NaN are sorted behind all others
+    references = np.take_along_axis(np.sort(logs, axis=1), middle[:, None], axis=1)
+    return np.nan_to_num(logs - references, nan=0.0), references[:, 0]
 
 
 def _noise(logs: Float64Array) -> float:
@@ -109,8 +113,11 @@ def _noise(logs: Float64Array) -> float:
     ranks = logs.shape[1]
     if ranks == 1 or len(logs) == 1:
         return 0.0
-    deviations = logs - np.median(logs, axis=1)[:, None]
+    deviations = logs - np.nanmedian(logs, axis=1)[:, None]
     steps = np.abs(np.diff(deviations, axis=0))
+    steps = steps[np.isfinite(steps)]
+    if not steps.size:
+        return _PRIOR_NOISE
     found = 1.4826 * float(np.median(steps)) / math.sqrt(2 * (ranks - 1) / ranks)
     return found if steps.size >= _FEW else max(found, _PRIOR_NOISE)
 
@@ -137,7 +144,7 @@ def _solve(
     least = _LEAST * prior
     seconds = seconds - work(features, least)
     predicted = work(features, prior)
-    root = np.sqrt(weights) / predicted
+    root = np.sqrt(weights) / np.where(predicted > 0, predicted, np.inf)
     shares = [root * features[:, i] for i in range(len(prior))]
     target = root * seconds
     rows = np.stack([*shares, target])

@@ -205,6 +205,23 @@ def test_a_rank_that_cannot_tell_leaves_all_as_it_was():
         observe(state, np.ones((2, 4)))
 
 
+@pytest.mark.parametrize("num_idle", [1, 2, 3])
+def test_a_rank_that_ran_nothing_says_nothing_of_itself(num_idle):
+    """It did so for a few steps, and keeps the speed that it had; others are judged as ever."""
+    state, idle = FilterState.begin(LLAMA_7B, 5), slice(5 - num_idle, 5)
+    for observations in rows(5, 8, 0):  # one of them is found to be slow, behind which some idle
+        state, _ = observe(state, observations)
+    speeds = state.speeds
+    assert speeds[0] < 0.5 and (speeds[1:] == 1).all()
+    for observations in rows(5, 20, 1):
+        observations[idle, :-1], observations[idle, -1] = 0.0, 1e-4
+        state, findings = observe(state, observations)
+        assert state.error < 0.5 and np.isfinite(state.coefficients).all(), findings
+    assert (state.speeds[1:] == 1).all() and state.speeds[0] == pytest.approx(speeds[0], rel=0.1)
+    nothing = np.concatenate([np.zeros((5, len(COLUMNS) - 1)), np.ones((5, 1))], axis=1)
+    assert observe(state, nothing) == (state, [])
+
+
 def test_corrections_change_what_they_name():
     base = replace(LLAMA_7B, block_s=1e-5, b_experts=1e-6)
     found = Corrections(attention_factor=2.0, linear_factor=3.0, g=0.5, speeds=((1, 0.5),)).of(
