@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks style and types, then runs tests: ./scripts/test.sh [smoke|all] [arguments of pytest]
 #
-#   (nothing)    the default suite; CI runs it: its budget is 12 minutes of CPU, it takes 11.6
+#   (nothing)    the default suite; CI runs it: its budget is 12 minutes of CPU, it takes about 13
 #   smoke        after a change of a line: planner, rings, one gradient-equivalence test, one run;
 #                no types, at most 90 s
 #   all          the long tests too: hours

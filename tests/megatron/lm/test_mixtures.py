@@ -11,7 +11,7 @@ from tests.data.chat import tiny_tokenizer
 from tests.megatron.lm.runs import HDP, MARKS, drive, planned, scalars
 from tests.support.sources import LENGTHS, WEIGHTS, data_file, write_sources
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.slow]  # by default: tests/training/test_mixture.py
 EXAMPLE = Path(__file__).parents[3] / "configs/primitives/follow_the_loss.py"
 ENDING = dict.fromkeys(LENGTHS, "max-epochs: 1")
 VALIDATED = WEIGHTS + "\nvalidation: {web: 2, chat: 1}"
@@ -78,7 +78,6 @@ def test_a_run_goes_on_exactly_on_other_ranks(runs):
             assert one == other
 
 
-@pytest.mark.slow
 def test_a_mixture_that_follows_the_loss_goes_on_exactly(more):
     """Losses of before the restart decide what is drawn after it."""
     plain, whole, rest = (metrics(more, name) for name in ("whole", "follows", "goes on"))
@@ -103,7 +102,6 @@ def test_figures_by_source_reach_megatrons_logs(runs):
     assert "loss (share) by source: web " in log
 
 
-@pytest.mark.slow
 def test_a_run_ends_with_its_data(more):
     records = metrics(more, "ends")
     assert sum(one["sequences"] for one in records) == sum(map(len, LENGTHS.values()))
@@ -114,7 +112,6 @@ def test_a_run_ends_with_its_data(more):
     assert latest.read_text() == "3"
 
 
-@pytest.mark.slow
 def test_conversations_by_megatrons_flags(more):
     """Twelve rows, eight a step: an epoch and a half, the loss on the answers alone."""
     records = metrics(more, "sft")
@@ -125,7 +122,6 @@ def test_conversations_by_megatrons_flags(more):
     assert list((more / "hdp-cache").glob("chat.jsonl-*.spans"))
 
 
-@pytest.mark.slow
 def test_the_data_plane_gives_the_same_run_bit_for_bit(runs):
     pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
     data_file(runs, VALIDATED + "\nloaders: {shadows: 1}", name="plane.yaml")
