@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from megatron_hdp.exit_codes import ExitCode
 from megatron_hdp.runtime.epochs import keys, nccl
 from megatron_hdp.runtime.epochs.keys import Epoch, Terms
-from megatron_hdp.runtime.epochs.sockets import open_sockets, shut_connections
+from megatron_hdp.runtime.epochs.sockets import call_listeners, open_sockets, shut_connections
 
 _LOOK_S = 0.01
 _LONGEST_LOOK_S = 0.1
@@ -68,7 +67,10 @@ class Membership:
         self._store = self._connect()
         self._ear = self._connect()
         self._spared = open_sockets() - before
-        self._break_waits = break_waits or partial(_end_waits, nccl.Communicators(), self._spared)
+        self._communicators = nccl.Communicators()
+        self._break_waits = break_waits or self._end_waits
+        self._others: set[str] = set()  # sockets that were not made for the epoch, or are called
+        self._num_members = 0
         self._before_breaking: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
@@ -128,6 +130,7 @@ class Membership:
             self.leaves_next = False
             self._before_breaking = before_breaking
             self._epoch = epoch
+            self._others, self._num_members = open_sockets(), len(epoch.members)
         # its own connection: whoever waits there for a dead member is let go, too
         return dist.PrefixStore(f"groups/{epoch.number}", self._connect())
 
@@ -280,9 +283,9 @@ class Membership:
         os.write(2, b"megatron_hdp: the job's agent cannot be reached: this rank ends\n")
         os._exit(ExitCode.FAILED)  # the job may go on without it
 
-
-def _end_waits(communicators: nccl.Communicators, spared: set[str]) -> None:
-    """NCCL's own connections are among those that are shut: communicators end before."""
-    communicators.abort()
-    with suppress(OSError):
-        shut_connections(spared)
+    def _end_waits(self) -> None:
+        """NCCL's own connections are among those that are shut: communicators end before."""
+        self._communicators.abort()
+        with suppress(OSError):
+            self._others |= call_listeners(self._others, self._num_members)
+            shut_connections(self._spared)

@@ -1,7 +1,10 @@
 """A process in its job: it hears who is in, and its waits end with the epoch."""
 
+import contextlib
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -11,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.runtime.epochs import Epoch, Membership, NotNamedError, keys
+from megatron_hdp.runtime.epochs import Epoch, Membership, NotNamedError, keys, sockets
 
 
 @pytest.fixture
@@ -111,3 +114,47 @@ def test_news_while_a_member_ends_does_no_harm(store):
     )
     assert (found.returncode, found.stderr) == (0, "")
     assert store.get(keys.news(0, 0, 0)) == keys.JOIN
+
+
+def address_of_a_dead_peer(store):
+    """What gloo writes of a rank that has died since, at a port above all others."""
+    spared = sockets.open_sockets()
+    there = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=30))
+
+    def begin():
+        with contextlib.suppress(RuntimeError):
+            dist.ProcessGroupGloo(there, 1, 2, timedelta(seconds=30))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    store.wait(["0/1"])
+    written, ports = store.get("0/1"), []
+    for _, one in sockets._tcp_sockets(spared):
+        if sockets._listens(one):
+            ports.append(struct.pack("!H", one.getsockname()[1]))
+    sockets.shut_connections(spared)
+    thread.join(20)
+    family = struct.pack("=H", socket.AF_INET)
+    (port,) = (one for one in ports if family + one in written)
+    return written.replace(family + port, family + b"\xff\xff")
+
+
+def test_who_listens_for_a_dead_member_is_let_go(store):
+    """gloo waits five timeouts for it, and has no connection that could be shut."""
+    member = Membership(("127.0.0.1", store.port), 0, 30.0)
+    member._spared = sockets.open_sockets()  # the store's ends are in this process, too
+    groups = member.enter(name(store, 0, (0, 1)), lambda: None)
+    dist.PrefixStore("groups/0", store).set("0/1", address_of_a_dead_peer(store))
+    ended = threading.Event()
+
+    def begin():
+        with contextlib.suppress(RuntimeError):
+            dist.ProcessGroupGloo(groups, 0, 2, timedelta(seconds=30))
+        ended.set()
+
+    threading.Thread(target=begin, daemon=True).start()
+    assert not ended.wait(0.5)
+    store.set(keys.news(0, 0, 0), keys.OVER)
+    assert ended.wait(20)
+    member.leave({})
+    member.close()
