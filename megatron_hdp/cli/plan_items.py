@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _batch_line(sizes: Sizes, batch: ItemBatch) -> str:
     n = sizes.patches
     return (
-        f"{sizes.num_images:,} images and {sizes.num_videos:,} videos: {len(n):,} items, "
+        f"{sizes.counts}: {len(n):,} items, "
         f"{n.sum():,} patches (median {int(np.median(n)):,}, largest {n.max():,}), "
         f"{n.sum() // batch.patches_per_row:,} rows on {batch.num_ranks:,} ranks"
     )

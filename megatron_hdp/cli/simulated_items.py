@@ -1,4 +1,4 @@
-"""What pictures add to the steps that ``simulate`` runs: who encodes them, and how long."""
+"""What items add to the steps that ``simulate`` runs: who encodes them, and how long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Pictures of all steps under one way to say who encodes them; means over steps."""
+    """Items of all steps under one way to say who encodes them; means over steps."""
 
     balance: str
     num_items: float
@@ -46,12 +46,12 @@ def patches_of(corpus: Corpus, step: Step) -> Int64Array:
 def encodings_of(
     options: TrainingArguments, num_gpus: int, steps: Sequence[Int64Array]
 ) -> list[Encoding]:
-    """One for each way to say who encodes; none of a run without an encoder or pictures.
+    """One for each way to say who encodes; none of a run without an encoder or items.
 
     Args:
         options: of the run.
         num_gpus: that it trains on.
-        steps: patches of the pictures of each.
+        steps: patches of the items of each.
     """
     encoder = encoder_of(options)
     if encoder is None or not any(map(len, steps)):
@@ -71,10 +71,10 @@ def encodings_of(
     return found
 
 
-def text_of(encodings: Sequence[Encoding]) -> str:
-    """A line on the pictures, and a table of who encodes them."""
+def text_of(encodings: Sequence[Encoding], names: str) -> str:
+    """A line on the items, which have these names, and a table of who encodes them."""
     one = encodings[0]
-    rows: list[tuple[str, ...]] = [("pictures", "encoding a step", "efficiency")]
+    rows: list[tuple[str, ...]] = [(names, "encoding a step", "efficiency")]
     rows += [(each.balance, seconds(each.step_s), f"{each.efficiency:.3f}") for each in encodings]
-    head = f"{one.num_items:,.0f} pictures a step of {one.num_rows:,.0f} rows, encoded besides:"
+    head = f"{one.num_items:,.0f} {names} a step of {one.num_rows:,.0f} rows, encoded besides:"
     return "\n".join([head, *aligned(rows)])

@@ -100,8 +100,10 @@ class Batches:
     """Of each step's sequences."""
     notes: list[str]
     """What was done to get them."""
-    pictures: list[Int64Array] = dataclasses.field(default_factory=list)
-    """Patches of each step's pictures; empty where nothing has any."""
+    items: list[Int64Array] = dataclasses.field(default_factory=list)
+    """Patches of each step's pictures, pairs of frames or sounds; empty where nothing has any."""
+    item_names: str = ""
+    """What these are called."""
 
 
 def batches_of(arguments: argparse.Namespace, options: "TrainingArguments") -> Batches:
@@ -150,12 +152,12 @@ def _of_mixture(path: str, options: "TrainingArguments", steps: int, seed: int) 
             f"--steps {steps:,}: every source of {path} has ended after {len(drawn):,} steps; "
             "expected as many as are run: give fewer"
         )
-    pictures, notes = [], []
+    items, notes, names = [], [], drawing.corpus.item_names
     if drawing.corpus.has_media and options.hdp_encoder is None:
-        notes.append(f"{path} has pictures, and no --hdp-encoder says what they take")
+        notes.append(f"{path} has {names}, and no --hdp-encoder says what they take")
     elif drawing.corpus.has_media:
-        pictures = [patches_of(drawing.corpus, one) for one in drawn]
-    return Batches([one.lengths for one in drawn], notes, pictures)
+        items = [patches_of(drawing.corpus, one) for one in drawn]
+    return Batches([one.lengths for one in drawn], notes, items, names)
 
 
 def _of_file(
@@ -238,7 +240,7 @@ def record(
     """All figures; the same for the same flags."""
     further = {} if forecast is None else {"failures": forecast.figures()}
     if encodings:
-        further["pictures"] = {one.balance: dataclasses.asdict(one) for one in encodings}
+        further["media"] = {one.balance: dataclasses.asdict(one) for one in encodings}
     return {
         "config": " ".join(arguments.config),
         "gpus": run.setting.num_gpus,

@@ -11,25 +11,38 @@ GO_ON_WITHOUT = "go-on-without"
 ON_FAILURE = ("error", GO_ON_WITHOUT)
 
 
+ITEM_KINDS = ("pictures", "videos", "sounds")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MediaSpec:
-    """Pictures or sounds of a source; the fields are the keys of ``media`` in a source."""
+    """Items of a source, of one kind; the fields are the keys of ``media`` in a source."""
 
     encoder: str
     """How pictures are resized and cut: ``qwen3-vl``, ``qwen2.5-vl``, ``clip-l-336`` or
     ``siglip-so400m-384``; or how sounds are heard: ``qwen2-audio``."""
+    kind: str | None = None
+    """``pictures``, ``videos`` (of Qwen's encoders) or ``sounds``; if not given, sounds of
+    ``qwen2-audio``, else pictures."""
     folder: str | None = None
-    """Where relative paths of pictures or sounds begin; if not given, at the folder of the
-    source."""
+    """Where relative paths of items begin; if not given, at the folder of the source."""
     placeholder: str | None = None
-    """The token that stands for a picture or a sound; if not given, ``<|image_pad|>`` for Qwen's
-    encoders of pictures, ``<|AUDIO|>`` for its encoder of sounds, ``<image>`` for others."""
+    """The token that stands for a picture, two frames or a sound; if not given, ``<|image_pad|>``
+    and ``<|video_pad|>`` for Qwen's encoders of them, ``<|AUDIO|>`` for its encoder of sounds,
+    ``<image>`` for others."""
     least_pixels: int | None = None
-    """A smaller picture is enlarged; if not given, as the encoder's."""
+    """A smaller picture, or frame, is enlarged; if not given, as the encoder's. Of Qwen3-VL's
+    videos it counts all frames that are seen."""
     most_pixels: int | None = None
-    """A larger picture is made smaller; if not given, as the encoder's."""
+    """A larger picture, or frame, is made smaller; likewise."""
     most_file_pixels: int = 2**26
-    """A picture whose file has more is bad: it is not decoded."""
+    """A picture whose file has more is bad, and a video of such frames: it is not decoded."""
+    frames_per_second: float = 2.0
+    """Frames that are seen of a video; of a list of frames all are, and it has so many a second."""
+    least_frames: int = 4
+    """Of a short video at least so many are seen, if it has them."""
+    most_frames: int = 768
+    """Of a long video at most so many."""
     most_seconds: int = 30
     """A longer sound is bad. An encoder hears the first 30 seconds, also where this is more."""
 

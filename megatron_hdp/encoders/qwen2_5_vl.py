@@ -129,7 +129,8 @@ class Qwen25VLEncoder(PatchEncoder):
         found = super().grid(item)
         if item.seconds is None:
             return found
-        return RowGrid(found.t, found.h, found.w, self._settings.tokens_per_second * item.seconds)
+        step = self._settings.tokens_per_second * item.seconds
+        return RowGrid(found.t, found.h, found.w, step, item.first)
 
     def encoded(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Rows, ``[rows, hidden]``."""

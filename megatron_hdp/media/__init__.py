@@ -1,7 +1,7 @@
 """Items of multimodal steps: images, videos, sounds, and which ranks encode them."""
 
 from megatron_hdp.media.cost import ItemCostModel
-from megatron_hdp.media.encoders import ENCODERS, Encoder, Resizing, Windows
+from megatron_hdp.media.encoders import ENCODERS, Encoder, Limits, Resizing, Windows
 from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bound_s
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
 from megatron_hdp.media.lanes import ItemLanes, item_lanes
@@ -22,6 +22,7 @@ __all__ = [
     "ItemLanes",
     "ItemPlan",
     "ItemPlanError",
+    "Limits",
     "MRope",
     "Patches",
     "Resizing",

@@ -21,6 +21,8 @@ class Patches:
     """Patches in time, height and width: t, h, w. A picture has t = 1."""
     seconds: float | None = None
     """Of a video, between temporal patches; encoders that have no use for it look past it."""
+    first: int = 0
+    """Temporal patches of the video before these, which are items of their own."""
 
     def __post_init__(self) -> None:
         """Refuses a grid that is none.

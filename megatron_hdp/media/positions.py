@@ -19,6 +19,9 @@ class RowGrid:
     w: int
     step: float = 1.0
     """Positions between temporal neighbours; fractions are cut off."""
+    first: int = 0
+    """Temporal neighbours before these, which are items of their own: they stand right before, and
+    all begin at one position."""
 
     @property
     def num_rows(self) -> int:
@@ -71,15 +74,17 @@ def row_positions(runs: Sequence[int | RowGrid]) -> Int64Array:
     """Return the positions of a sequence's tokens, ``[3, t]``.
 
     A token of text stands one behind what is before it, on all axes. An item's rows begin there
-    likewise, and differ by their places in the item; what follows stands behind its longer side.
+    likewise, and differ by their places in the item; what follows stands behind its longer side,
+    unless it is the same video's.
 
     Args:
         runs: of tokens and of items, in their order.
     """
-    found, begin = [np.zeros((AXES, 0), dtype=np.int64)], 0
+    found, begin, of_item = [np.zeros((AXES, 0), dtype=np.int64)], 0, 0
     for run in runs:
         if isinstance(run, RowGrid):
-            frames = np.arange(run.t, dtype=np.float32) * np.float32(run.step)
+            of_item = begin = of_item if run.first else begin
+            frames = (run.first + np.arange(run.t, dtype=np.float32)) * np.float32(run.step)
             sides = frames.astype(np.int64), np.arange(run.h), np.arange(run.w)
             found.append(begin + np.stack(np.meshgrid(*sides, indexing="ij")).reshape(AXES, -1))
             begin += max(run.h, run.w)

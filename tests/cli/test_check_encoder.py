@@ -117,3 +117,24 @@ def test_shipped_encoders_are_the_published_ones(name):
         assert getattr(encoder.shape, one) == getattr(known, one), one
     millions = sum(one.numel() for one in encoder.parameters()) / 1e6
     assert millions == pytest.approx(MILLIONS[name], abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    [("64 64", "pictures"), ("64 64 6", "videos"), ("64 64\n64 64 6", "pictures, videos")],
+)
+def test_items_are_called_what_they_are(model, tmp_path, lines, names):
+    (tmp_path / "sizes.txt").write_text(f"{lines}\n")
+    found = found_of(model(), items=str(tmp_path / "sizes.txt"))
+    assert f"\n  {names:<20}" in as_text(found)
+
+
+def test_sounds_are_called_sounds(model, tmp_path):
+    path = model()
+    audio = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2}
+    config = {"model_type": "qwen2_audio", "audio_config": audio | {"encoder_ffn_dim": 96}}
+    config["text_config"] = {"hidden_size": 1024}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "sizes.txt").write_text("1 300\n")
+    for items in (None, str(tmp_path / "sizes.txt")):
+        assert f"\n  {'sounds':<20}" in as_text(found_of(path, items=items))

@@ -33,7 +33,7 @@ def test_pictures_of_a_mixture(tmp_path, capsys):
     assert main(command) == 0
     told = capsys.readouterr().out
     assert "pictures a step of" in told and "micro-batch" in told
-    found = json.loads((tmp_path / "s.json").read_text())["pictures"]
+    found = json.loads((tmp_path / "s.json").read_text())["media"]
     assert list(found) == ["home", "replica", "micro-batch", "step"]
     assert found["step"]["efficiency"] >= max(one["efficiency"] for one in found.values())
     linear, quadratic = described_encoder(tmp_path / "model").shape.flop()

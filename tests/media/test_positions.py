@@ -24,8 +24,10 @@ def drawn(generator, name):
         t = t if is_video and not is_qwen_3 else 1
         second = float(generator.choice([0.4, 0.5, 1.0, 1.7])) if is_video else None
         step = 1.0 if second is None or is_qwen_3 else 4 * second
-        runs.append(RowGrid(t, h, w, step))
-        kinds += [kind] * runs[-1].num_rows
+        grid = RowGrid(t, h, w, step)
+        is_cut = is_video and generator.integers(2)  # into items that follow each other
+        runs += [RowGrid(1, h, w, step, first) for first in range(t)] if is_cut else [grid]
+        kinds += [kind] * grid.num_rows
         (videos if is_video else images).append([t, 2 * h, 2 * w])
         if is_video:
             seconds.append(second)

@@ -13,6 +13,7 @@ from megatron_hdp.media import (
     ItemBatch,
     ItemFigures,
     ItemPlan,
+    Windows,
     dealt,
     evaluate_items,
     plan_items,
@@ -34,12 +35,14 @@ they, and what arrives for them, before and after it is summed."""
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderForecast:
-    """An encoder, and the pictures of one step, where these are given."""
+    """An encoder, and the items of one step, where these are given."""
 
     parameters: int
     trained_parameters: int
     patches_per_pack: int
     """The most patches of a call."""
+    items: str
+    """What its items are called."""
     num_items: int | None = None
     num_rows: int | None = None
     step_s: float = 0.0
@@ -83,7 +86,7 @@ def with_encoder(
         job: of the language model.
         arguments: of the run.
         encoder: as of `encoder_of`.
-        items: a file with the sizes of a step's pictures; None: it is not known what they take.
+        items: a file with the sizes of a step's items; None: it is not known what they take.
 
     Raises:
         ValueError: the file cannot be read, or no plan can be made of it.
@@ -94,6 +97,7 @@ def with_encoder(
         parameters=sum(one.numel() for one in weights),
         trained_parameters=trained,
         patches_per_pack=encoder.patches_per_pack,
+        items="sounds" if isinstance(encoder.shape.resizing, Windows) else "pictures",
     )
     rows_bytes = 0.0
     if items is not None:
@@ -109,7 +113,7 @@ def with_encoder(
 
 
 def with_encoding(step: StepForecast, encoder: EncoderForecast, num_gpus: int) -> StepForecast:
-    """A step whose pictures all GPUs encode besides."""
+    """A step whose items all GPUs encode besides."""
     step_s = step.step_s + encoder.step_s
     flop = step.flops_per_s * step.step_s * num_gpus + encoder.flop
     return replace(step, step_s=step_s, flops_per_s=flop / step_s / num_gpus)
@@ -151,7 +155,8 @@ def _planned(
     items: str,
 ) -> tuple[EncoderForecast, float]:
     """With the items of a file, dealt to the ranks in their order; and the bytes of rows."""
-    patches = read_sizes(items, encoder.shape.resizing).patches
+    sizes = read_sizes(items, encoder.shape.resizing)
+    patches = sizes.patches
     batch, made, figures = planned_items(job, encoder, patches, arguments.hdp_media_balance)
     rows = patches // encoder.patches_per_row
     held = np.bincount(batch.consumers, weights=rows).max() * job.token_share
@@ -161,6 +166,7 @@ def _planned(
     forecast = replace(
         forecast,
         patches_per_pack=int(np.bincount(pack_of, weights=patches).max()),
+        items=sizes.names,
         num_items=len(patches),
         num_rows=int(rows.sum()),
         step_s=figures.makespan_s,

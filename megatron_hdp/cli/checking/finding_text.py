@@ -18,8 +18,8 @@ _ROWS = (
     ("ring_buffers", "ring buffers", "{ring_buffers}{streams}"),
     ("second_stream", "second stream", "of TransformerEngine's ring, in separate memory"),
     ("in_flight", "ring transfers", "of TransformerEngine's ring, freed and not yet passed"),
-    ("rows", "rows of pictures", "of a step, their gradients, both as they are sent"),
-    ("pack", "a call's pictures", "{pack} patches, not at the same time as activations"),
+    ("rows", "rows of items", "of a step, their gradients, both as they are sent"),
+    ("pack", "a call's items", "{pack} patches, not at the same time as activations"),
     ("loss", "loss", "hidden states, a chunk of logits"),
     ("runtime", "CUDA, NCCL", "{runtime}"),
 )
@@ -174,7 +174,7 @@ def _step_lines(finding: Finding) -> list[str]:
                 f"{seconds(encoder.step_s)} of it, efficiency {encoder.efficiency:.3f}: "
                 f"{encoder.num_items:,} items, {encoder.num_rows:,} rows"
             )
-        lines.append(f"  pictures            {shown}")
+        lines.append(f"  {encoder.items:<20}{shown}")
     if step.num_positions is not None and step.padding_share is not None:
         lines.append(
             f"  slots               {step.num_positions:,} at most, padding in "

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def report(found: Sequence[Description]) -> str:
     """Return the tables: how much there is, how long it is, where its tokens lie."""
-    tables = [_sizes(found), _pictures(found), _lengths(found), _shares(found)]
+    tables = [_sizes(found), _media(found), _lengths(found), _shares(found)]
     notes = [
         f"  {one.title}: estimates, from {one.sampled[0]:,} of {one.sampled[1]:,} records"
         for one in found
@@ -68,24 +68,24 @@ def _sizes(found: Sequence[Description]) -> list[str]:
     return aligned([("source", *columns), *rows, *(totals if len(found) > 1 else [])])
 
 
-def _pictures(found: Sequence[Description]) -> list[str]:
+def _media(found: Sequence[Description]) -> list[str]:
     """Return nothing where no source has any."""
     rows = []
     for one in found:
-        if (pictures := one.pictures) is None:
+        if (media := one.media) is None:
             continue
         tokens = one.histogram.num_tokens
-        share = f"{pictures.num_rows / max(tokens, 1):.1%}"
-        sizes = [f"{count:,}" for count in pictures.sizes.values()]
-        of_encoder = f"{pictures.encoder_share(tokens):.1%}"
-        counts = f"{pictures.num_items:,}", f"{pictures.num_rows:,}"
-        rows.append((one.title, *counts, share, *sizes, of_encoder))
+        share = f"{media.num_rows / max(tokens, 1):.1%}"
+        sizes = [f"{count:,}" for count in media.sizes.values()]
+        of_encoder = f"{media.encoder_share(tokens):.1%}"
+        counts = f"{media.num_items:,}", f"{media.num_rows:,}"
+        rows.append((one.title, *counts, share, *sizes, of_encoder, media.names))
     if not rows:
         return []
-    counted = [one.pictures for one in found if one.pictures is not None]
+    counted = [one.media for one in found if one.media is not None]
     unit = " or ".join(sorted({one.unit for one in counted}))
     names = [f"{unit} {name}" for name in counted[0].sizes]
-    header = ("media", "items", "rows", "of tokens", *names, "encoder beside 8B")
+    header = ("media", "items", "rows", "of tokens", *names, "encoder beside 8B", "items are")
     return aligned([header, *rows])
 
 

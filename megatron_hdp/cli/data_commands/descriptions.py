@@ -35,21 +35,24 @@ _FILE_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Those of a source, or its sounds, by their sizes: nothing is decoded."""
+class MediaItems:
+    """Those of a source by their sizes: nothing is decoded."""
 
+    names: str
+    """What they are called."""
     num_items: int
     num_rows: int
     """Tokens that they are."""
     sizes: dict[str, int]
-    """Of a picture's file in pixels, or of a sound in frames of 10 ms, by quantile."""
+    """Of a picture or frame as its file has it in pixels, or of a sound in frames of 10 ms, by
+    quantile."""
     unit: str
     """``pixels`` or ``frames``."""
     encoder_flop: float
     """Of a forward over all of them."""
 
     @classmethod
-    def of(cls, source: MediaSource) -> Pictures:
+    def of(cls, source: MediaSource) -> MediaItems:
         """Count those that are drawn."""
         assert source.spec.media is not None
         encoder = ENCODERS[source.spec.media.encoder]
@@ -61,6 +64,7 @@ class Pictures:
         linear, quadratic = encoder.flop()
         shown = {f"{share:.0%}": int((len(sizes) - 1) * share) for share in _PIXEL_QUANTILES}
         return cls(
+            names=source.item_names,
             num_items=len(rows),
             num_rows=int(rows.sum()),
             sizes={name: int(sizes[at]) if len(sizes) else 0 for name, at in shown.items()},
@@ -94,7 +98,7 @@ class Description:
     """Whether some tokens are not trained though they could be predicted."""
     histogram: Histogram
     """Of its sequences: the documents, cut to the context length."""
-    pictures: Pictures | None = None
+    media: MediaItems | None = None
     sampled: tuple[int, int] | None = None
     """Records that were looked at and those that there are, where the figures are estimates."""
 
@@ -121,14 +125,15 @@ class Description:
                 "longest": lengths.longest,
             },
             "sampled": self.sampled,
-            **({} if self.pictures is None else {"pictures": self._pictures_record()}),
+            **({} if self.media is None else {"media": self._media_record()}),
             "token_shares": {str(most): part for most, part in lengths.token_shares().items()},
         }
 
-    def _pictures_record(self) -> dict[str, object]:
-        assert self.pictures is not None
-        one, tokens = self.pictures, self.histogram.num_tokens
+    def _media_record(self) -> dict[str, object]:
+        assert self.media is not None
+        one, tokens = self.media, self.histogram.num_tokens
         return {
+            "kind": one.names,
             "items": one.num_items,
             "rows": one.num_rows,
             one.unit: one.sizes,
@@ -211,7 +216,7 @@ def _described(spec: MixtureSpec, opening: Opening, part: str | None) -> Descrip
         loss_tokens=sum(_loss_tokens(source, rows) for rows in _pieces(source)),
         is_masked=source.spans is not None,
         histogram=histogram,
-        pictures=Pictures.of(source) if isinstance(source, MediaSource) else None,
+        media=MediaItems.of(source) if isinstance(source, MediaSource) else None,
     )
 
 

@@ -13,21 +13,23 @@ import numpy as np
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.data.mixture import Corpus, MediaSource, Mixture, Position, Step
 
+_OF_SIZES = "height", "width", "frames", "part"
+
 
 @dataclass(frozen=True)
 class StepItems:
-    """The pictures of a step, in the order of its sequences, ``[items]`` each."""
+    """The items of a step, in the order of its sequences."""
 
     rows: Int64Array
-    """Tokens that stand for it."""
-    heights: Int64Array
-    """In pixels."""
-    widths: Int64Array
+    """Tokens that stand for each, ``[items]``."""
+    sizes: Int64Array
+    """Height, width and frames of each picture, video or sound, ``[files, 3]``; a video that is cut
+    counts whole."""
 
     @classmethod
     def of(cls, corpus: Corpus, step: Step) -> StepItems:
         """Those of a step; nothing is read of their files."""
-        columns: list[list[Int64Array]] = [[np.zeros(0, dtype=np.int64)] for _ in range(4)]
+        columns: list[list[Int64Array]] = [[np.zeros(0, dtype=np.int64)] for _ in range(6)]
         for number, source in enumerate(corpus.sources):
             if not isinstance(source, MediaSource):
                 continue
@@ -36,13 +38,14 @@ class StepItems:
             records = source.media.items.records[items]
             found = (
                 *(np.repeat(here, counts), source.media.rows[items]),
-                *(records[side].astype(np.int64) for side in ("height", "width")),
+                *(records[name].astype(np.int64) for name in _OF_SIZES),
             )
             for column, part in zip(columns, found, strict=True):
                 column.append(part)
         sequences, *others = (np.concatenate(one) for one in columns)
         order = np.argsort(sequences, kind="stable")
-        return cls(*(one[order] for one in others))
+        rows, *sizes, parts = (one[order] for one in others)
+        return cls(rows, np.stack(sizes, axis=1)[parts == 0])
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Phase:
     longest: int = 0
     """Tokens of the longest sequence."""
     num_items: int = 0
-    """Pictures."""
+    """Pictures, pairs of frames or sounds."""
     num_rows: int = 0
     """Tokens that stand for them."""
 

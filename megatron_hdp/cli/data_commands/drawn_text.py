@@ -138,8 +138,9 @@ def _headline(found: Findings, phase: Phase) -> str:
     if not phase.num_items:
         return text
     rows, share = phase.num_rows / phase.num_steps, phase.num_rows / phase.num_tokens
+    names = found.corpus.item_names
     return (
-        f"{text}; {phase.num_items / phase.num_steps:,.1f} pictures a step of {rows:,.0f} rows, "
+        f"{text}; {phase.num_items / phase.num_steps:,.1f} {names} a step of {rows:,.0f} rows, "
         f"{share:.1%} of the tokens"
     )
 

@@ -3,8 +3,6 @@
 import argparse
 from collections.abc import Iterable
 
-import numpy as np
-
 from megatron_hdp.cli.data_commands import drawn_text
 from megatron_hdp.cli.data_commands.drawn_steps import Drawing, StepItems, forecast
 from megatron_hdp.cli.data_commands.flags import drawing_of, opening_of, say
@@ -54,13 +52,14 @@ def _write_sizes(path: str, drawing: Drawing, num_steps: int) -> None:
     """Write what ``plan --items`` and ``check --items`` read."""
     if not drawing.corpus.has_media:
         raise ValueError(
-            f"--items {path}: found no source with pictures, expected one: leave --items out"
+            f"--items {path}: found no source with media, expected one: leave --items out"
         )
     with new_file(path, durable=False) as temporary, open(temporary, "w") as file:
         for step in drawing.steps(num_steps):
             found = StepItems.of(drawing.corpus, step)
-            np.savetxt(file, np.stack([found.heights, found.widths], axis=1), fmt="%d")
-    print(f"sizes of pictures written to {path}")
+            for size in found.sizes.tolist():
+                file.write(" ".join(map(str, size if size[-1] > 1 else size[:-1])) + "\n")
+    print(f"sizes of {drawing.corpus.item_names} written to {path}")
 
 
 def _seq_length(spec: MixtureSpec, arguments: argparse.Namespace) -> int:
@@ -78,8 +77,8 @@ def _seq_length(spec: MixtureSpec, arguments: argparse.Namespace) -> int:
                 )
             if source.media is not None:
                 raise ValueError(
-                    f"found no --seq-length, and source '{source.name}' has pictures, which are "
-                    "longer than what is stored: give --seq-length, or a max-length in the "
+                    f"found no --seq-length, and source '{source.name}' has media, whose rows are "
+                    "more than what is stored: give --seq-length, or a max-length in the "
                     "schedule's first phase"
                 )
         opening = opening_of(arguments, max_length=1)

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.cli.shared.numbers import lines_of, pieces, shown
-from megatron_hdp.media import Resizing
+from megatron_hdp.media import Resizing, Windows
 
 FORM = "HEIGHT WIDTH [FRAMES]"
 
@@ -18,7 +18,24 @@ class Sizes:
     patches: Int64Array
     """Of each item, ``[items]``."""
     num_images: int
+    """Or of sounds."""
     num_videos: int
+    of_sounds: bool
+
+    @property
+    def counts(self) -> str:
+        """How many there are of what."""
+        if self.of_sounds:
+            return f"{self.num_images:,} sounds"
+        return f"{self.num_images:,} images and {self.num_videos:,} videos"
+
+    @property
+    def names(self) -> str:
+        """What they are called."""
+        if self.of_sounds:
+            return "sounds"
+        numbers = {"pictures": self.num_images, "videos": self.num_videos}
+        return ", ".join(name for name, number in numbers.items() if number)
 
 
 def read_sizes(path: str, resizing: Resizing) -> Sizes:
@@ -52,4 +69,6 @@ def read_sizes(path: str, resizing: Resizing) -> Sizes:
         counts[len(size) - 2] += 1
     if not patches:
         raise ValueError(f"--items {path}: found no size, expected lines of {FORM}")
-    return Sizes(np.array(patches, dtype=np.int64), *counts)
+    return Sizes(
+        np.array(patches, dtype=np.int64), counts[0], counts[1], isinstance(resizing, Windows)
+    )

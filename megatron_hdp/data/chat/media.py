@@ -1,18 +1,21 @@
-"""Rows with pictures or sounds: a text in which a token stands for each, and where they lie.
+"""Rows with pictures, videos or sounds: a text with tokens for them, and where they lie.
 
 Pictures are named under ``image`` or ``images``, in the order of the ``<image>`` marks of the texts
 (LLaVA, ShareGPT), or in parts of contents (``{type: image, image: ..}``, ``{type: image_url, ..}``,
 as OpenAI and Qwen have them; a part that names none stands for the next one of ``images``). A
 picture with a caption becomes a question without words and its answer. ``texts`` and ``images`` of
 one length (OBELICS), or ``text_list`` and ``image_info`` (MMC4), are a document, all of it trained.
-Of sounds the same holds with ``audio`` in place of ``image``.
+Of sounds the same holds with ``audio`` in place of ``image``, of videos with ``video``; a video is
+a file or a list of frames.
 """
+
+from __future__ import annotations
 
 import hashlib
 import io
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -27,11 +30,14 @@ from megatron_hdp.data.chat.rows import (
     require_whole_characters,
 )
 from megatron_hdp.data.media import (
+    BETWEEN,
     MOST_BYTES,
     MOST_SIDE,
     ItemPlace,
+    ItemSize,
     MediaError,
     MediaSettings,
+    VideoSettings,
     bytes_of_item,
     listed_items,
     section,
@@ -40,10 +46,25 @@ from megatron_hdp.data.media import (
 from megatron_hdp.data.spec import MediaSpec
 from megatron_hdp.data.tokenizers import Tokenizer
 
-_VERSION = 1  # of what this module makes of a row: another result is another version
+_VERSION = 2  # of what this module makes of a row: another result is another version
 _CAPTIONS = ("caption", "text", "txt")
 _CONTENTS = ("content", "value")
-_VIDEOS = ("video", "video_url")
+_PARTS = {f"{kind}{behind}" for kind in ("image", "video", "audio") for behind in ("", "_url")}
+_RATES = "sample_fps", "fps"  # of a list of frames
+_CHOOSING = frozenset(
+    {"fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"}
+    | {"video_start", "video_end", "resized_height", "resized_width", "sample_fps", "raw_fps"}
+)
+"""Keys of a part by which Qwen's tools choose frames and pixels of one video."""
+_Find = Callable[[Any, "int | None"], list[ItemPlace]]
+"""The items of what is named, which has this number among those that are listed."""
+
+
+@dataclass(frozen=True)
+class _Frames:
+    named: list[Any]
+    rate: float | None
+    """Frames a second, where the row says it."""
 
 
 class MediaConversations:
@@ -92,8 +113,7 @@ class MediaConversations:
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits over all but the tokenizer that decides what rows become."""
         one = self._settings
-        of_items = one.placeholder, one.written, *one.preparing()
-        parts = (_VERSION, *of_items, self._append_eod, self._conversations.fingerprint())
+        parts = (_VERSION, *one.preparing(), self._append_eod, self._conversations.fingerprint())
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def render(self, row: Any, path: str, number: int) -> list[ChatTokens]:
@@ -110,25 +130,24 @@ class MediaConversations:
         """
         if not isinstance(row, dict):
             raise BadConversationError("the row is no object, expected one with `messages`")
-        taken = _Pictures(row, self._settings)
+        taken = _RowItems(row, self._settings, self._finder(path, number))
         if (text := taken.document()) is not None:
             found = self._document(text)
         else:
             (found,) = self._conversations.render(taken.conversation())
         taken.require_all_taken()
         places = np.flatnonzero(found.ids == self._placeholder)
-        if len(places) != len(taken.references):
+        if len(places) != len(taken.items):
             raise BadConversationError(
                 f"{len(places)} {self._settings.placeholder} among its tokens and "
-                f"{len(taken.references)} {self._settings.noun}s, expected one for each: the "
-                "template leaves them out, or a text holds the token itself"
+                f"{taken.num_taken} {self._settings.noun}s, expected {len(taken.items)} for them: "
+                "the template leaves them out, or a text holds the token itself"
             )
-        items = [self._item(one, path, number, place) for one, place in taken.references]
         return [
             replace(
                 found,
                 spans=_without(found.spans, places),
-                items=tuple(items),
+                items=tuple(taken.items),
                 item_tokens=tuple(places.tolist()),
             )
         ]
@@ -142,55 +161,99 @@ class MediaConversations:
             raise BadConversationError("no text beside its pictures")
         return ChatTokens(ids.astype(np.int64), np.array([[1, len(ids)]]))
 
-    def _item(self, reference: Any, path: str, number: int, place: int | None) -> ItemPlace:
-        """Where a picture lies, and how large it is by its header."""
-        try:
-            if (raw := bytes_of_item(reference)) is not None:
-                if place is None:
-                    raise MediaError(
-                        f"a part with bytes, expected them under `{self._settings.lists[1]}`"
-                    )
-                at = os.path.relpath(path, self._folder), number, place
-                return self._sized(io.BytesIO(raw), f"{self._settings.noun} {place}", *at)
-            if isinstance(reference, dict) and "offset" in reference:
-                offset, size = int(reference["offset"]), int(reference["size"])
-                with section(path, offset, size) as stream:
-                    at = os.path.relpath(path, self._folder), offset, size
-                    return self._sized(stream, str(reference.get("path")), *at)
-            name = _path_of(reference, self._settings)
-            whole = os.path.join(self._folder, name)
-            with open(whole, "rb") as stream:
-                size = os.fstat(stream.fileno()).st_size
-                return self._sized(stream, name, os.path.relpath(whole, self._folder), 0, size)
-        except MediaError as error:
-            raise BadConversationError(str(error)) from error
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            raise BadConversationError(
-                f"no {self._settings.noun} {error.filename}, expected it there: copy it, or say "
-                "where its path begins (media: folder)"
-            ) from error
+    def _finder(self, path: str, number: int) -> _Find:
+        """What finds the items of a row's picture, video or sound."""
 
-    def _sized(self, stream: BinaryIO, name: str, file: str, offset: int, size: int) -> ItemPlace:
-        height, width = self._settings.size_of(stream, name)
-        if max(height, width) > MOST_SIDE or size > MOST_BYTES:
+        def find(reference: Any, place: int | None) -> list[ItemPlace]:
+            try:
+                return self._found(reference, path, number, place)
+            except MediaError as error:
+                raise BadConversationError(str(error)) from error
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+                raise BadConversationError(
+                    f"no {self._settings.noun} {error.filename}, expected it there: copy it, or "
+                    "say where its path begins (media: folder)"
+                ) from error
+
+        return find
+
+    def _found(self, reference: Any, path: str, number: int, place: int | None) -> list[ItemPlace]:
+        """Where a picture, video or sound lies, and how large its items are by its header."""
+        if isinstance(reference, _Frames | list):
+            return self._listed(reference)
+        if (raw := bytes_of_item(reference)) is not None:
+            if place is None:
+                raise MediaError(
+                    f"a part with bytes, expected them under `{self._settings.lists[1]}`"
+                )
+            at = os.path.relpath(path, self._folder), number, place
+            return self._sized(io.BytesIO(raw), f"{self._settings.noun} {place}", *at)
+        if isinstance(reference, dict) and "offset" in reference:
+            offset, size = int(reference["offset"]), int(reference["size"])
+            with section(path, offset, size) as stream:
+                at = os.path.relpath(path, self._folder), offset, size
+                return self._sized(stream, str(reference.get("path")), *at)
+        name = _path_of(reference, self._settings)
+        with open(os.path.join(self._folder, name), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            return self._sized(stream, name, self._relative(name), 0, size)
+
+    def _listed(self, reference: _Frames | list[Any]) -> list[ItemPlace]:
+        """A video whose frames are files; all of them are seen."""
+        frames = reference if isinstance(reference, _Frames) else _Frames(reference, None)
+        if not isinstance(self._settings, VideoSettings) or not frames.named:
             raise MediaError(
-                f"{name}: found {height:,} x {width:,} pixels in {size:,} bytes, expected at most "
-                f"{MOST_SIDE:,} a side and 4 GiB: make it smaller, or leave it out"
+                f"found {frames.named!r:.60} as a {self._settings.noun}, expected its path"
+            )
+        names = [_path_of(one, self._settings) for one in frames.named]
+        label = f"{len(names):,} frames from {names[0]} on"
+        sizes = self._settings.sizes_of_frames(self._streams(names), label, frames.rate)
+        self._require(sizes[0], label)
+        each, files = self._settings.resizing.frames_per_patch, list(map(self._relative, names))
+        found = []
+        for size in sizes:
+            of_patch = files[each * size.part : each * (size.part + 1)]
+            found.append(ItemPlace("".join(one + BETWEEN for one in of_patch), 0, 0, size))
+        return found
+
+    def _streams(self, names: Sequence[str]) -> Iterator[BinaryIO]:
+        for name in names:
+            with open(os.path.join(self._folder, name), "rb") as stream:
+                yield stream
+
+    def _relative(self, name: str) -> str:
+        return os.path.relpath(os.path.join(self._folder, name), self._folder)
+
+    def _sized(
+        self, stream: BinaryIO, name: str, file: str, offset: int, size: int
+    ) -> list[ItemPlace]:
+        sizes = self._settings.sizes_of(stream, name)
+        if size > MOST_BYTES:
+            raise MediaError(f"{name}: found {size:,} bytes, expected at most 4 GiB: leave it out")
+        self._require(sizes[0], name)
+        return [ItemPlace(file, offset, size, one) for one in sizes]
+
+    def _require(self, size: ItemSize, name: str) -> None:
+        """Refuses an item that no encoder takes, or whose size cannot be stored."""
+        if max(size.height, size.width) > MOST_SIDE:
+            raise MediaError(
+                f"{name}: found {size.height:,} x {size.width:,} pixels, expected at most "
+                f"{MOST_SIDE:,} a side: make it smaller, or leave it out"
             )
         try:
-            self._settings.rows(np.array([height]), np.array([width]))
+            self._settings.rows(np.array([size.height]), np.array([size.width]), size.frames)
         except ValueError as error:
             raise MediaError(f"{name}: {error}") from error
-        return ItemPlace(file, offset, size, height, width)
 
 
-class _Pictures:
-    """The pictures of one row, in the order in which its texts have them."""
+class _RowItems:
+    """The items of one row, in the order in which its texts have them."""
 
-    def __init__(self, row: dict[str, Any], settings: MediaSettings) -> None:
-        self._row, self._settings = dict(row), settings
-        self.references: list[tuple[Any, int | None]] = []
-        """Each picture, with its number among those that are listed."""
+    def __init__(self, row: dict[str, Any], settings: MediaSettings, find: _Find) -> None:
+        self._row, self._settings, self._find = dict(row), settings, find
+        self.items: list[ItemPlace] = []
+        self.num_taken = 0
+        """Pictures, videos or sounds."""
         self._listed = list(enumerate(listed_items(row, settings.lists)))
         for key in settings.lists:
             self._row.pop(key, None)
@@ -269,14 +332,14 @@ class _Pictures:
             return self._marked(part)
         if self._is_item(part):
             kinds = *self._kinds, "path", "url"
-            self._taken(next((part[key] for key in kinds if part.get(key) is not None), None))
-            return self._settings.part(len(self.references))
+            named = next((part[key] for key in kinds if part.get(key) is not None), None)
+            return self._taken(self._of_video(part, named), is_part=True)
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else part
-            remedy = ": give its frames as pictures" if kind in _VIDEOS else ""
             raise BadConversationError(
-                f"a part `{kind}`, expected text or a {self._settings.noun}{remedy}"
+                f"a part `{kind}`, expected text or a {self._settings.noun}: items of a source are "
+                "of one kind (media: kind)"
             )
         return self._marked(text)
 
@@ -290,26 +353,46 @@ class _Pictures:
         return isinstance(part, dict) and part.get("type") in self._kinds
 
     def _is_medium(self, part: Any) -> bool:
-        """Whether a part is an item, or a video, which is refused."""
-        return self._is_item(part) or (isinstance(part, dict) and part.get("type") in _VIDEOS)
+        """Whether a part is an item, or one of another kind, which is refused."""
+        return isinstance(part, dict) and part.get("type") in _PARTS
+
+    def _of_video(self, part: dict[str, Any], named: Any) -> Any:
+        """What a part names; of a list of frames also how many it has a second."""
+        if not isinstance(self._settings, VideoSettings):
+            return named
+        known = _RATES if isinstance(named, list) else ()
+        if others := sorted(_CHOOSING.intersection(part).difference(known)):
+            raise BadConversationError(
+                f"found {', '.join(others)} beside a video, expected it of the whole source "
+                "(media: frames-per-second, most-frames, most-pixels)"
+            )
+        if not isinstance(named, list):
+            return named
+        rate = next((part[key] for key in _RATES if key in part), None)
+        if rate is not None and not (isinstance(rate, int | float) and rate > 0):
+            raise BadConversationError(f"found {rate!r:.40} frames a second, expected a number")
+        return _Frames(named, rate)
 
     def _marked(self, text: str) -> str:
         first, *others = text.split(self._settings.mark)
         return first + "".join(self._taken(None) + one for one in others)
 
-    def _taken(self, named: Any) -> str:
+    def _taken(self, named: Any, *, is_part: bool = False) -> str:
         """What stands for a picture, which is the next of those that are listed if it has no name.
 
         One mark too many is counted here, and refused once all are.
         """
-        if named is not None:
-            self.references.append((named, None))
-        else:
-            if self._next < len(self._listed):
-                number, one = self._listed[self._next]
-                self.references.append((one, number))
+        place = None
+        if named is None:
             self._next += 1
-        return self._settings.written
+            if self._next > len(self._listed):
+                return self._settings.mark
+            place, named = self._listed[self._next - 1]
+        found = self._find(named, place)
+        self.items += found
+        self.num_taken += 1
+        sizes = [one.of for one in found]
+        return self._settings.written(sizes, self.num_taken if is_part else None)
 
 
 def _text(text: Any) -> str:

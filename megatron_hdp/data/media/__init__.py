@@ -1,17 +1,25 @@
-"""Pictures and sounds of sources: sizes from headers, values from bytes, where both lie."""
+"""Pictures, videos and sounds of sources: sizes from headers, values from bytes, where both lie."""
 
 from megatron_hdp.data.media.items import (
+    BETWEEN,
     ITEM,
     MOST_BYTES,
     MOST_SIDE,
     SUFFIX,
     ItemPlace,
     Items,
+    ItemSize,
     ItemsWriter,
     concatenate_items,
 )
 from megatron_hdp.data.media.pictures import patches_of_picture
-from megatron_hdp.data.media.settings import DECODER, MediaSettings, PictureSettings, settings_of
+from megatron_hdp.data.media.settings import (
+    DECODER,
+    MediaSettings,
+    PictureSettings,
+    VideoSettings,
+    settings_of,
+)
 from megatron_hdp.data.media.sizes import (
     FORMATS,
     MOST_PIXELS,
@@ -22,6 +30,7 @@ from megatron_hdp.data.media.sizes import (
 from megatron_hdp.data.media.stored import (
     Decoded,
     MediaFiles,
+    StoredFrames,
     StoredItem,
     StoredPicture,
     StoredSound,
@@ -33,6 +42,7 @@ from megatron_hdp.data.media.stored import (
 )
 
 __all__ = [
+    "BETWEEN",
     "DECODER",
     "FORMATS",
     "ITEM",
@@ -42,6 +52,7 @@ __all__ = [
     "SUFFIX",
     "Decoded",
     "ItemPlace",
+    "ItemSize",
     "Items",
     "ItemsWriter",
     "MediaError",
@@ -49,9 +60,11 @@ __all__ = [
     "MediaSettings",
     "PictureSettings",
     "PictureSize",
+    "StoredFrames",
     "StoredItem",
     "StoredPicture",
     "StoredSound",
+    "VideoSettings",
     "bytes_of_item",
     "concatenate_items",
     "decoded",

@@ -1,6 +1,7 @@
 """Sizes of WebP and TIFF from a few bytes, where nothing about them is unusual; Pillow reads more.
 
-What is left to Pillow is None here: it alone says whether something is a picture, and why not.
+What is left to Pillow is None here: it alone says whether something is a picture, and why not. Of
+GIF and WebP all frames are counted, as a video's.
 """
 
 import os
@@ -21,6 +22,14 @@ _FILL_ORDER, _STRIPS, _SAMPLES, _TILES = 0x10A, 0x111, 0x115, 0x144
 _EXTRA_SAMPLES, _SAMPLE_FORMAT = 0x152, 0x153
 _LOSSLESS = (1, 5, 8, 32_773)  # none, LZW, Deflate, PackBits
 _SAMPLES_OF = {1: 1, 2: 3}  # grey, red green blue
+
+_GIFS = b"GIF87a", b"GIF89a"
+_GIF_HEAD_BYTES, _GIF_IMAGE = 13, struct.Struct("<HHHHB")
+_EXTENSION, _IMAGE, _CONTROL = 0x21, 0x2C, 0xF9
+_HAS_COLOURS, _COLOUR_BITS = 0x80, 0x07
+_ANIMATED = 0b0010
+_FRAME_HEAD_BYTES = 15
+_SHORTEST_S, _UNTOLD_S = 0.02, 0.1  # of a frame: what is shorter is shown for longer
 
 Entries = dict[int, tuple[int, int, bytes]]
 """Type, count and the last four bytes of each entry of a directory, by tag."""
@@ -66,6 +75,72 @@ def tiff_size(stream: BinaryIO) -> tuple[int, int] | None:
     if not height or not width or orientation is None:
         return None
     return (width, height) if orientation in _LYING else (height, width)
+
+
+def animation_of(stream: BinaryIO) -> tuple[int, int, list[float]] | None:
+    """Return height, width and the seconds of each frame of a GIF or WebP; None: it is neither.
+
+    A frame of less than 20 ms takes 100 ms, as browsers and FFmpeg show it. A GIF that ends too
+    early has the frames that have begun.
+    """
+    stream.seek(0)
+    head = stream.read(_WEBP_HEAD_BYTES)
+    if head[:6] in _GIFS and len(head) >= _GIF_HEAD_BYTES:
+        return _gif(stream, head)
+    if head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X" and len(head) == _WEBP_HEAD_BYTES:
+        return _moving_webp(stream, head)
+    return None
+
+
+def _gif(stream: BinaryIO, head: bytes) -> tuple[int, int, list[float]] | None:
+    width, height, flags = struct.unpack_from("<HHB", head, 6)
+    stream.seek(_GIF_HEAD_BYTES + _colours_bytes(flags))
+    durations: list[float] = []
+    duration = 0.0
+    while len(kind := stream.read(1)) and kind[0] in (_EXTENSION, _IMAGE):
+        if kind[0] == _IMAGE:
+            image = stream.read(_GIF_IMAGE.size)
+            if len(image) < _GIF_IMAGE.size:
+                break
+            left, top, wide, high, flags = _GIF_IMAGE.unpack(image)
+            if left + wide > width or top + high > height:
+                return None
+            durations.append(_shown(duration))
+            duration = 0.0
+            stream.seek(_colours_bytes(flags) + 1, os.SEEK_CUR)
+        elif stream.read(1) == bytes([_CONTROL]):
+            control = stream.read(5)
+            duration = int.from_bytes(control[2:4], "little") / 100
+        while len(size := stream.read(1)) and size[0]:
+            stream.seek(size[0], os.SEEK_CUR)
+    return (height, width, durations) if height and width else None
+
+
+def _colours_bytes(flags: int) -> int:
+    """Of a table of colours."""
+    return 3 << (flags & _COLOUR_BITS) + 1 if flags & _HAS_COLOURS else 0
+
+
+def _moving_webp(stream: BinaryIO, head: bytes) -> tuple[int, int, list[float]] | None:
+    if not head[20] & _ANIMATED:
+        return None
+    width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
+    at, end = _WEBP_HEAD_BYTES, int.from_bytes(head[4:8], "little") + 8
+    durations = []
+    while at + _CHUNK_HEAD.size <= end:
+        stream.seek(at)
+        chunk = stream.read(_CHUNK_HEAD.size + _FRAME_HEAD_BYTES)
+        if len(chunk) < _CHUNK_HEAD.size:
+            break
+        kind, size = _CHUNK_HEAD.unpack_from(chunk)
+        if kind == b"ANMF" and len(chunk) == _CHUNK_HEAD.size + _FRAME_HEAD_BYTES:
+            durations.append(_shown(int.from_bytes(chunk[-3:], "little") / 1000))
+        at += _CHUNK_HEAD.size + size + size % 2
+    return height, width, durations
+
+
+def _shown(seconds: float) -> float:
+    return _UNTOLD_S if seconds < _SHORTEST_S else seconds
 
 
 def _webp_is_lying(stream: BinaryIO, end: int, flags: int) -> bool | None:

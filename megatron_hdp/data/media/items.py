@@ -1,8 +1,10 @@
-"""The ``.items`` beside a ``.bin/.idx`` pair: the pictures of each document, and where they lie.
+"""The ``.items`` beside a ``.bin/.idx`` pair: the items of each document, and where they lie.
 
 The first page is that of `data.mapped_file`. Then come ``first[documents + 1]``, the items before
-each document (``int64``); 24 bytes an item (`ITEM`); where the name of each file ends (``int64``);
-the names, one behind another, which begin at the folder of the source's pictures.
+each document (``int64``); 32 bytes an item (`ITEM`); where the name of each file ends (``int64``);
+the names, one behind another, which begin at the folder of the source's pictures. A temporal patch
+of a video is an item; where the video is a list of files, those of its frames are its name, with
+`BETWEEN` between them.
 """
 
 import os
@@ -27,26 +29,43 @@ ITEM = np.dtype(
         ("token", "<u4"),  # of the document, which stands for it
         ("height", "<u2"),  # in pixels, upright
         ("width", "<u2"),
+        ("frames", "<u2"),  # that are seen of its video; 1 of what is none
+        ("part", "<u2"),  # which of its video's temporal patches it is
+        ("seconds", "<f4"),  # between those
     ]
 )
+BETWEEN = "\0"
+"""Names of the files of one item."""
 MOST_SIDE, MOST_BYTES = 2**16 - 1, 2**32 - 1
 
-_KIND = FileKind(b"HDPITEMS", 1)
+_KIND = FileKind(b"HDPITEMS", 2)
 _NUMBER = np.dtype("<i8")
 _REBUILD = "make it again from its source"
 
 
 @dataclass(frozen=True)
+class ItemSize:
+    """How large an item is; as of `ITEM`."""
+
+    height: int
+    width: int
+    frames: int = 1
+    part: int = 0
+    seconds: float = 0.0
+    shown_at_s: float = 0.0
+    """When it is shown in its video; not stored, but written into the text."""
+
+
+@dataclass(frozen=True)
 class ItemPlace:
-    """A picture of a document, and where its bytes lie."""
+    """An item of a document, and where its bytes lie."""
 
     file: str
     """From the folder of the source's pictures on."""
     offset: int
     """As of `ITEM`."""
     size: int
-    height: int
-    width: int
+    of: ItemSize
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,7 @@ class Items:
             or self.first[-1] != len(self.records)
             or (counts < 0).any()
             or (len(files) and int(files.max()) >= len(self._ends))
-            or not (self.records["height"].all() and self.records["width"].all())
+            or not all(self.records[name].all() for name in ("height", "width", "frames"))
         ):
             raise TokenFileError(f"{path} contradicts itself: the file is damaged; {_REBUILD}")
 
@@ -130,7 +149,9 @@ class ItemsWriter:
         part = np.zeros(len(items), dtype=ITEM)
         for i, (one, token) in enumerate(zip(items, tokens, strict=True)):
             file = self._number(one.file)
-            part[i] = (one.offset, one.size, file, token, one.height, one.width)
+            sides = one.of.height, one.of.width
+            of_video = one.of.frames, one.of.part, one.of.seconds
+            part[i] = (one.offset, one.size, file, token, *sides, *of_video)
         self._counts.append(len(items))
         self._parts.append(part)
 

@@ -1,17 +1,22 @@
-"""What a source says of its pictures or sounds: how they are read, and what stands for one."""
+"""What a source says of its pictures, videos or sounds: how they are read, and written."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import BinaryIO, ClassVar
 
+import numpy as np
+
 from megatron_hdp.arrays import Int64Array
+from megatron_hdp.data.media.items import ItemSize
 from megatron_hdp.data.media.sizes import MediaError, size_of_picture
 from megatron_hdp.data.media.sounds import RATE, size_of_sound
 from megatron_hdp.data.media.spectrograms import BINS, HOP
+from megatron_hdp.data.media.videos import Sampling, VideoSize, size_of_frames, size_of_video
 from megatron_hdp.data.spec import MediaSpec
-from megatron_hdp.media import ENCODERS, Encoder, Resizing, Windows
+from megatron_hdp.media import ENCODERS, Encoder, Limits, Resizing, Windows
 
 DECODER = "pillow"
 """What decodes and resizes; another one would give other bits."""
@@ -20,8 +25,15 @@ _HEARING = "float32", RATE, HOP, BINS
 _QWEN = "<|image_pad|>", "<|vision_start|>{}<|vision_end|>", ""
 _LLAVA = "<image>", "{}", "\n"
 _AUDIO, _AROUND_AUDIO = "<|AUDIO|>", "<|audio_bos|>{}<|audio_eos|>"
+_VIDEO, _AROUND_VIDEO = "<|video_pad|>", "<|vision_start|>{}<|vision_end|>"
+_QWEN_2_5, _QWEN_3 = "qwen2.5-vl", "qwen3-vl"
 _OF_PICTURES = "least_pixels", "most_pixels", "most_file_pixels"
-_OF_SOUNDS = ("most_seconds",)
+_KEYS = {
+    "pictures": _OF_PICTURES,
+    "videos": (*_OF_PICTURES, "frames_per_second", "least_frames", "most_frames"),
+    "sounds": ("most_seconds",),
+}
+"""Keys that only some kinds have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +41,9 @@ class MediaSettings(ABC):
     """Of one source, whose items are of one kind."""
 
     noun: ClassVar[str]
-    """What an item is called."""
+    """What a file, or a list of them, is called."""
+    items: ClassVar[str]
+    """What items are called."""
     unit: ClassVar[str]
     """What an item's height x width counts."""
     lists: ClassVar[tuple[str, str]]
@@ -38,8 +52,6 @@ class MediaSettings(ABC):
     """
     placeholder: str
     """The token that stands for an item."""
-    written: str
-    """What an item is in a text."""
 
     @property
     def mark(self) -> str:
@@ -47,16 +59,18 @@ class MediaSettings(ABC):
         return f"<{self.lists[0]}>"
 
     @abstractmethod
-    def part(self, number: int) -> str:
-        """Return what an item is where it is a part of a message: what follows stands behind it.
+    def written(self, sizes: Sequence[ItemSize], number: int | None = None) -> str:
+        """Return what a file's items are in a text.
 
         Args:
-            number: among the items of its conversation, from 1 on.
+            sizes: of the items.
+            number: where they are a part of a message, so that what follows stands behind it; its
+                place among the items of its conversation, from 1 on.
         """
 
     @abstractmethod
-    def size_of(self, stream: BinaryIO, name: str) -> tuple[int, int]:
-        """Return an item's height and width by its header: pixels, or 1 and frames of 10 ms.
+    def sizes_of(self, stream: BinaryIO, name: str) -> list[ItemSize]:
+        """Return the sizes of a file's items by its header: pixels, or 1 and frames of 10 ms.
 
         Raises:
             MediaError: it is none that is encoded, or its header is damaged.
@@ -64,7 +78,9 @@ class MediaSettings(ABC):
         """
 
     @abstractmethod
-    def rows(self, heights: Int64Array, widths: Int64Array) -> Int64Array:
+    def rows(
+        self, heights: Int64Array, widths: Int64Array, frames: Int64Array | int = 1
+    ) -> Int64Array:
         """Return the rows of an item of each size, ``[sizes]``.
 
         Raises:
@@ -73,7 +89,7 @@ class MediaSettings(ABC):
 
     @abstractmethod
     def preparing(self) -> tuple[object, ...]:
-        """Return all but `written` that decides what becomes of an item when it is prepared."""
+        """Return all that decides what becomes of an item when it is prepared."""
 
     @abstractmethod
     def identity(self) -> tuple[object, ...]:
@@ -84,10 +100,13 @@ class MediaSettings(ABC):
 class PictureSettings(MediaSettings):
     """Of a source with pictures."""
 
-    noun, unit = "picture", "pixels"
+    noun, items, unit = "picture", "pictures", "pixels"
     lists = "image", "images"
     resizing: Resizing
-    written_part: str
+    around: str
+    """Is written around a placeholder."""
+    behind: str
+    """Is written behind a part of a message."""
     most_file_pixels: int
 
     @classmethod
@@ -101,39 +120,33 @@ class PictureSettings(MediaSettings):
                 f"found limits of pixels for {spec.encoder}, expected none: its pictures "
                 f"have {resizing.square} x {resizing.square}"
             )
-        images = resizing.images
-        images = replace(images, least=least or images.least, most=most or images.most)
-        if images.least > images.most:
-            raise ValueError(
-                f"found least-pixels {images.least:,} above most-pixels {images.most:,}, "
-                "expected them in order"
-            )
         placeholder = spec.placeholder or usual
-        written = around.format(placeholder)
         return cls(
-            resizing=replace(resizing, images=images),
+            resizing=replace(resizing, images=_limited(resizing.images, spec)),
             placeholder=placeholder,
-            written=written,
-            written_part=written + behind,
+            around=around,
+            behind=behind,
             most_file_pixels=spec.most_file_pixels,
         )
 
-    def part(self, number: int) -> str:
+    def written(self, sizes: Sequence[ItemSize], number: int | None = None) -> str:
         """Return the same for all."""
-        return self.written_part
+        return self.around.format(self.placeholder) + ("" if number is None else self.behind)
 
-    def size_of(self, stream: BinaryIO, name: str) -> tuple[int, int]:
+    def sizes_of(self, stream: BinaryIO, name: str) -> list[ItemSize]:
         """Return height and width in pixels, upright."""
         found = size_of_picture(stream, name, most_pixels=self.most_file_pixels)
-        return found.height, found.width
+        return [ItemSize(found.height, found.width)]
 
-    def rows(self, heights: Int64Array, widths: Int64Array) -> Int64Array:
+    def rows(
+        self, heights: Int64Array, widths: Int64Array, frames: Int64Array | int = 1
+    ) -> Int64Array:
         """Return the rows of a picture of each size, ``[sizes]``."""
         return self.resizing.patches_of(heights, widths) // self.resizing.merge**2
 
     def preparing(self) -> tuple[object, ...]:
-        """Return what parts are, and which files are bad."""
-        return self.written_part, self.most_file_pixels
+        """Return what stands around them, and which files are bad."""
+        return self.placeholder, self.around, self.behind, self.most_file_pixels
 
     def identity(self) -> tuple[object, ...]:
         """Return who decodes, and how pictures are resized."""
@@ -141,10 +154,115 @@ class PictureSettings(MediaSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VideoSettings(MediaSettings):
+    """Of a source with videos, whose temporal patches are items."""
+
+    noun, items, unit = "video", "pairs of frames", "pixels"
+    lists = "video", "videos"
+    resizing: Resizing
+    sampling: Sampling
+    is_stamped: bool
+    """Whether each temporal patch stands behind the seconds at which it is shown."""
+    most_file_pixels: int
+
+    @classmethod
+    def of(cls, spec: MediaSpec) -> VideoSettings:
+        """Return what a declaration means; see `settings_of`."""
+        if spec.encoder not in (_QWEN_2_5, _QWEN_3):
+            raise ValueError(
+                f"found kind: videos for {spec.encoder}, expected it for {_QWEN_2_5} or {_QWEN_3}: "
+                "give frames as pictures"
+            )
+        resizing = ENCODERS[spec.encoder].resizing
+        if not spec.frames_per_second > 0 or not 2 <= spec.least_frames <= spec.most_frames:
+            raise ValueError(
+                f"found frames-per-second {spec.frames_per_second:g}, least-frames "
+                f"{spec.least_frames:,} and most-frames {spec.most_frames:,}, expected some a "
+                "second, and two frames or more, in order"
+            )
+        return cls(
+            placeholder=spec.placeholder or _VIDEO,
+            resizing=replace(resizing, videos=_limited(resizing.videos, spec)),
+            sampling=Sampling(
+                rate=spec.frames_per_second,
+                least=spec.least_frames,
+                most=spec.most_frames,
+                is_even=spec.encoder == _QWEN_2_5,
+            ),
+            is_stamped=spec.encoder == _QWEN_3,
+            most_file_pixels=spec.most_file_pixels,
+        )
+
+    def written(self, sizes: Sequence[ItemSize], number: int | None = None) -> str:
+        """Return a placeholder for each temporal patch, as the model's processor has them."""
+        if not self.is_stamped:
+            return _AROUND_VIDEO.format(self.placeholder * len(sizes))
+        each = _AROUND_VIDEO.format(self.placeholder)
+        texts = [f"<{one.shown_at_s:.1f} seconds>{each}" for one in sizes]
+        return _AROUND_VIDEO.format("".join(texts))
+
+    def sizes_of(self, stream: BinaryIO, name: str) -> list[ItemSize]:
+        """Return the sizes of the temporal patches of a file."""
+        size = size_of_video(stream, name, most_pixels=self.most_file_pixels)
+        return self._patches(size, self.sampling.chosen(size, name), size.rate)
+
+    def sizes_of_frames(
+        self, streams: Iterable[BinaryIO], name: str, rate: float | None
+    ) -> list[ItemSize]:
+        """Return the sizes of the temporal patches of a list of frames, all of which are seen.
+
+        Args:
+            streams: of the frames' files.
+            name: what an error calls the list.
+            rate: frames a second; None: as many as are wanted of others.
+
+        Raises:
+            MediaError: one is no frame, or they are too few or too many.
+        """
+        rate = rate or self.sampling.rate
+        size = size_of_frames(streams, name, rate, most_pixels=self.most_file_pixels)
+        if not 2 <= size.num_frames <= self.sampling.most:
+            raise MediaError(
+                f"{name}: found {size.num_frames:,} frames, expected 2 to "
+                f"{self.sampling.most:,}: name fewer, or raise most-frames"
+            )
+        return self._patches(size, np.arange(size.num_frames), rate)
+
+    def rows(
+        self, heights: Int64Array, widths: Int64Array, frames: Int64Array | int = 1
+    ) -> Int64Array:
+        """Return the rows of a temporal patch of videos of each size, ``[sizes]``."""
+        counts, found = np.broadcast_to(frames, heights.shape), np.zeros_like(heights)
+        for count in np.unique(counts).tolist():
+            here = counts == count
+            found[here] = self.resizing.patches_of(heights[here], widths[here], count)
+        return found // self.resizing.merge**2
+
+    def preparing(self) -> tuple[object, ...]:
+        """Return which frames are seen, what is written, and which files are bad."""
+        return self.noun, self.placeholder, self.sampling, self.is_stamped, self.most_file_pixels
+
+    def identity(self) -> tuple[object, ...]:
+        """Return who decodes, which frames are seen, and how they are resized."""
+        return DECODER, self.sampling, self.resizing
+
+    def _patches(self, size: VideoSize, seen: Int64Array, rate: float) -> list[ItemSize]:
+        each = self.resizing.frames_per_patch
+        # as transformers counts: seconds of a patch by the share of frames that are seen
+        seconds = each / (len(seen) / size.num_frames * rate)
+        found = []
+        for part in range(-(-len(seen) // each)):
+            of_part = seen[each * part : each * (part + 1)].tolist()
+            shown_at_s = (of_part[0] / rate + of_part[-1] / rate) / 2
+            found.append(ItemSize(size.height, size.width, len(seen), part, seconds, shown_at_s))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class SoundSettings(MediaSettings):
     """Of a source with sounds."""
 
-    noun, unit = "sound", "frames"
+    noun, items, unit = "sound", "sounds", "frames"
     lists = "audio", "audios"
     windows: Windows
     most_seconds: int
@@ -155,16 +273,16 @@ class SoundSettings(MediaSettings):
         placeholder = spec.placeholder or _AUDIO
         return cls(
             placeholder=placeholder,
-            written=_AROUND_AUDIO.format(placeholder),
             windows=windows,
             most_seconds=spec.most_seconds,
         )
 
-    def part(self, number: int) -> str:
-        """Return it with its number, as Qwen2-Audio's template does."""
-        return f"Audio {number}: {self.written}\n"
+    def written(self, sizes: Sequence[ItemSize], number: int | None = None) -> str:
+        """Return a part with its number, as Qwen2-Audio's template does."""
+        found = _AROUND_AUDIO.format(self.placeholder)
+        return found if number is None else f"Audio {number}: {found}\n"
 
-    def size_of(self, stream: BinaryIO, name: str) -> tuple[int, int]:
+    def sizes_of(self, stream: BinaryIO, name: str) -> list[ItemSize]:
         """Return 1, and frames of 10 ms: no more than are heard."""
         found = size_of_sound(stream, name)
         if found.num_samples > self.most_seconds * found.rate:
@@ -173,15 +291,17 @@ class SoundSettings(MediaSettings):
                 f"most {self.most_seconds}: cut it, or leave it out; with a larger most-seconds "
                 f"its first {self.windows.most_frames * HOP // RATE} s are heard"
             )
-        return 1, min(-(-found.num_heard // HOP), self.windows.most_frames)
+        return [ItemSize(1, min(-(-found.num_heard // HOP), self.windows.most_frames))]
 
-    def rows(self, heights: Int64Array, widths: Int64Array) -> Int64Array:
+    def rows(
+        self, heights: Int64Array, widths: Int64Array, frames: Int64Array | int = 1
+    ) -> Int64Array:
         """Return the rows of a sound of each length, ``[sizes]``."""
         return self.windows.patches_of(heights, widths) // self.windows.pooled
 
     def preparing(self) -> tuple[object, ...]:
-        """Return which files are bad."""
-        return (self.most_seconds,)
+        """Return what stands for a sound, and which files are bad."""
+        return self.placeholder, self.most_seconds
 
     def identity(self) -> tuple[object, ...]:
         """Return how sounds are heard."""
@@ -196,13 +316,31 @@ def settings_of(spec: MediaSpec) -> MediaSettings:
     """
     encoder: Encoder = ENCODERS[spec.encoder]
     is_sound = isinstance(encoder.resizing, Windows)
-    usual = {one.name: one.default for one in fields(MediaSpec)}
-    for name in _OF_PICTURES if is_sound else _OF_SOUNDS:
-        if getattr(spec, name) != usual[name]:
+    kind = spec.kind or ("sounds" if is_sound else "pictures")
+    if (kind == "sounds") != is_sound:
+        raise ValueError(
+            f"found kind: {kind} for {spec.encoder}, expected {'' if is_sound else 'no '}sounds: "
+            "leave it out, or name another encoder"
+        )
+    of_others = {name for keys in _KEYS.values() for name in keys}.difference(_KEYS[kind])
+    for one in fields(MediaSpec):
+        if one.name in of_others and getattr(spec, one.name) != one.default:
             raise ValueError(
-                f"found {name.replace('_', '-')} for {spec.encoder}, expected none: its items are "
-                f"{'sounds' if is_sound else 'pictures'}"
+                f"found {one.name.replace('_', '-')} for {spec.encoder}, expected none: its items "
+                f"are {kind}"
             )
     if isinstance(encoder.resizing, Windows):
         return SoundSettings.of(spec, encoder.resizing)
-    return PictureSettings.of(spec)
+    return VideoSettings.of(spec) if kind == "videos" else PictureSettings.of(spec)
+
+
+def _limited(limits: Limits, spec: MediaSpec) -> Limits:
+    found = replace(
+        limits, least=spec.least_pixels or limits.least, most=spec.most_pixels or limits.most
+    )
+    if found.least > found.most:
+        raise ValueError(
+            f"found least-pixels {found.least:,} above most-pixels {found.most:,}, expected them "
+            "in order"
+        )
+    return found

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import cached_property
 from typing import Any, BinaryIO, ClassVar
 
@@ -14,11 +15,23 @@ import numpy as np
 
 from megatron_hdp.arrays import AnyArray, ByteArray
 from megatron_hdp.data.formats import PartReader, Record, Table, table_of
-from megatron_hdp.data.media.pictures import patches_of_picture
-from megatron_hdp.data.media.settings import MediaSettings, PictureSettings, SoundSettings
+from megatron_hdp.data.media.items import BETWEEN, ItemSize
+from megatron_hdp.data.media.pictures import patches_of_picture, resized, upright_picture
+from megatron_hdp.data.media.settings import (
+    MediaSettings,
+    PictureSettings,
+    SoundSettings,
+    VideoSettings,
+)
 from megatron_hdp.data.media.sizes import MediaError
 from megatron_hdp.data.media.sounds import samples_of
 from megatron_hdp.data.media.spectrograms import BINS, HOP, spectrogram_of
+from megatron_hdp.data.media.videos import (
+    KeptVideos,
+    frames_of_video,
+    patches_of_frames,
+    size_of_video,
+)
 from megatron_hdp.data.tokenizers import available_cpus
 from megatron_hdp.media import Resizing, Windows
 
@@ -31,9 +44,12 @@ Decoded = ByteArray | str
 
 
 class MediaFiles:
-    """Reads the pictures or sounds of one source; several threads may ask at a time.
+    """Reads the items of one source; several threads may ask at a time.
 
-    Parts of tables that were read last are kept, up to 256 MiB.
+    Parts of tables that were read last are kept, up to 256 MiB, and as much of videos.
+
+    Attributes:
+        videos: that were decoded last.
     """
 
     def __init__(self, folder: str, settings: MediaSettings) -> None:
@@ -42,6 +58,16 @@ class MediaFiles:
         self._tables = PartReader(None, _KEPT_BYTES)
         self._parts: dict[str, list[tuple[int, int, int]]] = {}
         self._reading = threading.Lock()
+        self.videos = KeptVideos(_KEPT_BYTES)
+
+    def whole(self, name: str) -> bytes:
+        """Return the bytes of a file.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        with open(os.path.join(self.folder, name), "rb") as stream:
+            return stream.read()
 
     def raw(self, name: str, offset: int, size: int) -> bytes:
         """Return the bytes of an item's file; arguments as of `data.media.items.ITEM`.
@@ -85,7 +111,7 @@ class MediaFiles:
 
 
 class StoredItem(ABC):
-    """A picture or a sound of a source, as an encoder takes it: read once its values are asked for.
+    """An item of a source, as an encoder takes it: read once its values are asked for.
 
     The shape of its `values` follows from its size, so planning decodes nothing.
     """
@@ -97,16 +123,14 @@ class StoredItem(ABC):
     found: Decoded | None = None
     """What was decoded of it, somewhere."""
 
-    def __init__(
-        self, files: MediaFiles, place: tuple[str, int, int], size: tuple[int, int]
-    ) -> None:
-        """Name an item by its place, and tell its size, both as of `data.media.items.ITEM`."""
-        self._files, self._place = files, place
-        self.height, self.width = size
+    def __init__(self, files: MediaFiles, place: tuple[str, int, int], size: ItemSize) -> None:
+        """Name an item by its place, as of `data.media.items.ITEM`, and tell its size."""
+        self._files, self._place, self._size = files, place, size
+        self.height, self.width = size.height, size.width
 
     def __repr__(self) -> str:
         """Return the same on every rank, wherever its files lie there."""
-        about = (*self._place, self.height, self.width, self.shape)
+        about = (*self._place, *astuple(self._size), self.shape)
         return f"{type(self).__name__}{about}"
 
     @property
@@ -120,11 +144,11 @@ class StoredItem(ABC):
         """What its encoder counts of it."""
 
     @abstractmethod
-    def _read(self, raw: bytes, name: str) -> AnyArray:
-        """Return its values from the bytes of its file.
+    def _read(self, where: str) -> AnyArray:
+        """Return its values from its file, which an error calls by `where`.
 
         Raises:
-            MediaError: it is damaged, or of another size than its header was.
+            MediaError: it is damaged, gone, or of another size than its header was.
         """
 
     @cached_property
@@ -168,7 +192,7 @@ class StoredItem(ABC):
 
     def _decode(self) -> ByteArray:
         where = f"{os.path.join(self._files.folder, self._place[0])} (from {self._place[1]:,} on)"
-        found = self._read(self._files.raw(*self._place), where)
+        found = self._read(where)
         return found.reshape(-1).view(np.uint8)
 
 
@@ -199,17 +223,96 @@ class StoredPicture(StoredItem):
         assert isinstance(self._files.settings, PictureSettings), "a source of pictures"
         return self._files.settings
 
-    def _read(self, raw: bytes, name: str) -> AnyArray:
-        settings = self._settings
+    def _read(self, where: str) -> AnyArray:
+        settings, raw = self._settings, self._files.raw(*self._place)
         found = patches_of_picture(
-            raw, name, settings.resizing, most_pixels=settings.most_file_pixels
+            raw, where, settings.resizing, most_pixels=settings.most_file_pixels
         )
         if found.grid != self.grid:
             raise MediaError(
-                f"{name}: found a grid of {found.grid} patches, expected {self.grid} by the "
+                f"{where}: found a grid of {found.grid} patches, expected {self.grid} by the "
                 "header: the file has changed since its source was prepared"
             )
         return found.values
+
+
+class StoredFrames(StoredItem):
+    """A temporal patch of a video, as `media.Patches`."""
+
+    dtype, damaged = np.uint8, 128  # grey
+
+    @property
+    def seconds(self) -> float:
+        """Between its video's temporal patches."""
+        return self._size.seconds
+
+    @property
+    def first(self) -> int:
+        """Temporal patches of its video before it."""
+        return self._size.part
+
+    @cached_property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches in time, height and width."""
+        return grid_of(self._settings.resizing, self.height, self.width, self._size.frames)
+
+    @property
+    def num_patches(self) -> int:
+        """All of its grid."""
+        return int(np.prod(self.grid))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Patches, and values of each."""
+        values = _COLOURS * self._settings.resizing.patch**2
+        return self.num_patches, values * len(self._frames)
+
+    @property
+    def _frames(self) -> range:
+        """Its frames, among those of its video that are seen."""
+        each, first = self._settings.resizing.frames_per_patch, self._size.part
+        return range(each * first, min(each * (first + 1), self._size.frames))
+
+    @property
+    def _settings(self) -> VideoSettings:
+        assert isinstance(self._files.settings, VideoSettings), "a source of videos"
+        return self._files.settings
+
+    def _read(self, where: str) -> AnyArray:
+        name, where = self._place[0], where.replace(BETWEEN, " ").rstrip()
+        if name.endswith(BETWEEN):
+            frames = [self._listed(one) for one in name.split(BETWEEN)[:-1]]
+        else:
+            video = self._files.videos.of(self._place, lambda: self._video(where))
+            frames = [video[number] for number in self._frames]
+        return patches_of_frames(frames, self._settings.resizing)
+
+    def _listed(self, name: str) -> AnyArray:
+        where, most = os.path.join(self._files.folder, name), self._settings.most_file_pixels
+        return self._resized(upright_picture(self._files.whole(name), where, most), where)
+
+    def _video(self, where: str) -> list[AnyArray]:
+        settings, raw = self._settings, self._files.raw(*self._place)
+        most = settings.most_file_pixels
+        size = size_of_video(io.BytesIO(raw), where, most_pixels=most)
+        seen = settings.sampling.chosen(size, where)
+        if len(seen) != self._size.frames:
+            raise MediaError(
+                f"{where}: found {size.num_frames:,} frames of which {len(seen):,} would be seen, "
+                f"expected {self._size.frames:,}: the file is damaged, or has changed since its "
+                "source was prepared"
+            )
+        found = frames_of_video(raw, where, seen, most_pixels=most)
+        return [self._resized(one, where) for one in found]
+
+    def _resized(self, frame: Any, where: str) -> AnyArray:
+        if frame.size != (self.width, self.height):
+            raise MediaError(
+                f"{where}: found a frame of {frame.height:,} x {frame.width:,} pixels, expected "
+                f"{self.height:,} x {self.width:,} by the header: the file is damaged, or has "
+                "changed since its source was prepared"
+            )
+        return resized(frame, self._settings.resizing, self._size.frames)
 
 
 class StoredSound(StoredItem):
@@ -237,24 +340,28 @@ class StoredSound(StoredItem):
         assert isinstance(self._files.settings, SoundSettings), "a source of sounds"
         return self._files.settings.windows
 
-    def _read(self, raw: bytes, name: str) -> AnyArray:
+    def _read(self, where: str) -> AnyArray:
         most = self._windows.most_frames
-        samples = samples_of(raw, name, most * HOP)
+        samples = samples_of(self._files.raw(*self._place), where, most * HOP)
         if -(-len(samples) // HOP) != self.num_frames:
             raise MediaError(
-                f"{name}: found {len(samples):,} samples, expected {self.num_frames:,} frames of "
+                f"{where}: found {len(samples):,} samples, expected {self.num_frames:,} frames of "
                 f"{HOP} by the header: the file is damaged, or has changed since its source was "
                 "prepared"
             )
         return spectrogram_of(samples, self.shape[1], most)
 
 
-def stored_item(
-    files: MediaFiles, name: str, offset: int, size: int, height: int, width: int
-) -> StoredItem:
-    """Return an item of a source, of its kind; arguments as of `data.media.items.ITEM`."""
-    kind = StoredSound if isinstance(files.settings, SoundSettings) else StoredPicture
-    return kind(files, (name, offset, size), (height, width))
+def stored_item(files: MediaFiles, place: tuple[str, int, int], size: ItemSize) -> StoredItem:
+    """Return an item of a source, of its kind; its place as of `data.media.items.ITEM`."""
+    return _KINDS[type(files.settings)](files, place, size)
+
+
+_KINDS: dict[type[MediaSettings], type[StoredItem]] = {
+    PictureSettings: StoredPicture,
+    SoundSettings: StoredSound,
+    VideoSettings: StoredFrames,
+}
 
 
 class _Values:
@@ -282,11 +389,14 @@ def decoded(items: Sequence[StoredItem]) -> list[Decoded]:
         return list(pool.map(StoredItem.decoded, items))
 
 
-def grid_of(resizing: Resizing, height: int, width: int) -> tuple[int, int, int]:
-    """Return the patches of a picture in time, height and width."""
+def grid_of(
+    resizing: Resizing, height: int, width: int, num_frames: int = 1
+) -> tuple[int, int, int]:
+    """Return the patches of a picture, or of a temporal patch, in time, height and width."""
     if resizing.square is not None:
         return 1, resizing.square // resizing.patch, resizing.square // resizing.patch
-    (to_height,), (to_width,) = resizing.resized(np.array([height]), np.array([width]))
+    sides = np.array([height]), np.array([width])
+    (to_height,), (to_width,) = resizing.resized(*sides, num_frames)
     return 1, int(to_height) // resizing.patch, int(to_width) // resizing.patch
 
 

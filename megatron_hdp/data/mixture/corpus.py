@@ -45,8 +45,8 @@ class Corpus:
             if source.has_media and source.longest > bound:
                 raise ValueError(
                     f"{spec.origin}: source '{source.name}' has a sequence of {source.longest:,} "
-                    f"tokens, the schedule allows {bound:,}, and would cut pictures: expected "
-                    "the same max-length in all phases with such a source"
+                    f"tokens, the schedule allows {bound:,}, and would cut {source.item_names}: "
+                    "expected the same max-length in all phases with such a source"
                 )
             if source.long_sequence == "error" and source.longest > bound:
                 has = "may have" if source.is_estimated else "has"
@@ -65,8 +65,13 @@ class Corpus:
 
     @property
     def has_media(self) -> bool:
-        """Whether pictures stand among the tokens of a source."""
+        """Whether pictures, videos or sounds stand among the tokens of a source."""
         return any(one.has_media for one in self.sources)
+
+    @property
+    def item_names(self) -> str:
+        """What items of its sources are called, such as ``pictures``."""
+        return " and ".join(sorted({one.item_names for one in self.sources if one.has_media}))
 
     @property
     def group(self) -> int:

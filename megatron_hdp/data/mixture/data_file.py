@@ -16,6 +16,7 @@ from megatron_hdp.data.mixture.schedule import WEIGHT_UNITS, MixtureSpec, Phase,
 from megatron_hdp.data.spec import (
     BACKENDS,
     FORMATS,
+    ITEM_KINDS,
     ON_FAILURE,
     TOKENISE,
     TRAIN_ON,
@@ -31,6 +32,7 @@ from megatron_hdp.options.yaml_nodes import AsWritten, is_text, shown, switch_of
 _KEYS = ("weight-unit", "sources", "schedule", "validation", "loaders", "primitives")
 _PHASE_KEYS = ("from", "to", "shape", "weights", "max-length")
 _SHAPES = ("step", "linear")
+_MOST_NUMBER = 1e300
 _CHOICES = {
     "format": FORMATS,
     "train_on": TRAIN_ON,
@@ -39,6 +41,7 @@ _CHOICES = {
     "long_sequence": ("error", "truncate", "split"),
     "backend": BACKENDS,
     "encoder": tuple(ENCODERS),
+    "kind": ITEM_KINDS,
 }
 
 
@@ -219,7 +222,8 @@ class _Reader:
                 self._refuse(node, f"{what}: found {shown(node)}, expected true or false")
             return found
         if kind is float:
-            return self._number(node, what, most=1.0)
+            most = 1.0 if name == "bad_limit" else _MOST_NUMBER
+            return self._number(node, what, most=most)
         if kind in (int, int | None):
             return self._whole(node, what, least=0 if name == "shadows" else 1)
         return self._text(node, what)
@@ -344,7 +348,7 @@ class _Reader:
     def _whole(self, node: yaml.Node, what: str, least: int = 1) -> int:
         return int(self._read(node, what, int, f"a whole number from {least} on", least, 2**40))
 
-    def _number(self, node: yaml.Node, what: str, most: float = 1e300) -> float:
+    def _number(self, node: yaml.Node, what: str, most: float = _MOST_NUMBER) -> float:
         expected = "a number from 0 on" if most > 1 else f"a number from 0 to {most:g}"
         return float(self._read(node, what, float, expected, 0, most))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hdp.arrays import BoolArray, Int64Array
 from megatron_hdp.data.index_file import Documents
-from megatron_hdp.data.media import SUFFIX, Items, MediaFiles, StoredItem, stored_item
+from megatron_hdp.data.media import SUFFIX, Items, ItemSize, MediaFiles, StoredItem, stored_item
 from megatron_hdp.data.mixture.source import digest
 from megatron_hdp.data.mixture.table_source import TableSource
 
@@ -39,8 +39,8 @@ class MediaRows:
         Raises:
             ValueError: a picture's sides are too far apart.
         """
-        heights, widths = (items.records[side].astype(np.int64) for side in ("height", "width"))
-        return cls.of_rows(items, files, files.settings.rows(heights, widths))
+        sizes = (items.records[name].astype(np.int64) for name in ("height", "width", "frames"))
+        return cls.of_rows(items, files, files.settings.rows(*sizes))
 
     @classmethod
     def of_rows(cls, items: Items, files: MediaFiles, rows: Int64Array) -> MediaRows:
@@ -133,9 +133,9 @@ class MediaSource(TableSource):
         return True
 
     @property
-    def noun(self) -> str:
+    def item_names(self) -> str:
         """What its items are called."""
-        return self.media.files.settings.noun
+        return self.media.files.settings.items
 
     @property
     def index_bytes(self) -> int:
@@ -190,8 +190,12 @@ class MediaSource(TableSource):
 
     def _stored(self, item: Any) -> StoredItem:
         name = self.media.items.name(int(item["file"]))
-        numbers = (int(item[key]) for key in ("offset", "size", "height", "width"))
-        return stored_item(self.media.files, name, *numbers)
+        place = name, int(item["offset"]), int(item["size"])
+        height, width, frames, part = (
+            int(item[key]) for key in ("height", "width", "frames", "part")
+        )
+        size = ItemSize(height, width, frames, part, float(item["seconds"]))
+        return stored_item(self.media.files, place, size)
 
     def kept(self) -> BoolArray:
         """Return which of the pair's items its rows have, ``[items]``."""

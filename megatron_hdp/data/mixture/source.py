@@ -47,6 +47,11 @@ class Source(Rows, Protocol):
         return False
 
     @property
+    def item_names(self) -> str:
+        """What its items are called; of one without media nothing."""
+        return ""
+
+    @property
     def group(self) -> int:
         """Neighbouring rows that are drawn as one and stay in one step."""
         return 1 if self.sides is None else self.sides.group

@@ -84,14 +84,14 @@ def open_split(arguments: TrainingArguments, spec: MixtureSpec) -> Corpus:
     with_media = [one for one in corpus.sources if isinstance(one, MediaSource)]
     if with_media and arguments.hdp_encoder is None:
         raise ValueError(
-            f"{spec.origin}: found a source with {with_media[0].noun}s and nothing to encode them, "
-            "expected --hdp-encoder, of python -m megatron_hdp.pretrain_gpt, or text alone"
+            f"{spec.origin}: found a source with {with_media[0].item_names} and nothing to encode "
+            "them, expected --hdp-encoder, of python -m megatron_hdp.pretrain_gpt, or text alone"
         )
     for one in with_media:
         if one.spec.may_fail:
             raise ValueError(
                 f"{spec.origin}: found on-failure: {GO_ON_WITHOUT} of source '{one.name}', which "
-                f"has {one.noun}s, expected it of sources of text alone: leave it out"
+                f"has {one.item_names}, expected it of sources of text alone: leave it out"
             )
     return corpus
 

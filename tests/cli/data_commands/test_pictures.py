@@ -34,7 +34,7 @@ def mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def refuse(*_: object) -> None:
         raise AssertionError("a picture was decoded")
 
-    monkeypatch.setattr(pictures, "_cut", refuse)
+    monkeypatch.setattr(pictures, "cut", refuse)
     sources.write_pictures(tmp_path, 4)
     sources.write_lines(tmp_path / "x.jsonl", ROWS)
     sources.tokenizer(tmp_path)
@@ -47,7 +47,7 @@ def test_describe(mix: Path, capsys: pytest.CaptureFixture[str]) -> None:
     patches = [(round(h / 32) * 2) * (round(w / 32) * 2) for h, w in sources.SIDES] * 2
     assert main(["data", "describe", str(mix), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["sources"]["pictures"]
-    one = found["pictures"]
+    one = found["media"]
     assert (one["items"], one["rows"]) == (8, sum(patches) // 4)
     assert one["pixels"] == {"10%": 6144, "50%": 8100, "90%": 24000, "100%": 24000}
     linear, quadratic = encoder.flop()
@@ -64,7 +64,7 @@ def test_plan_and_prepare(mix: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["data", "prepare", str(mix)]) == 0
     steps = ["--steps", "4", "--global-batch-size", "6"]
     assert main(["data", "plan", str(mix), *steps]) != 0
-    assert "has pictures" in capsys.readouterr().err
+    assert "has media" in capsys.readouterr().err
     assert main(["data", "plan", str(mix), *steps, "--seq-length", "4096"]) == 0
     assert "24 sequences" in capsys.readouterr().out
     (prefix,) = mix.parent.glob("hdp-cache/*.items")
@@ -110,5 +110,5 @@ def test_plan_of_text_has_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "text.yaml").write_text("sources:\n  text: {path: x.txt, tokenizer: byte}\n")
     words = ("--steps", "1", "--global-batch-size", "1", "--items", str(tmp_path / "sizes.txt"))
     assert main(["data", "plan", str(tmp_path / "text.yaml"), *words]) == 2
-    assert "found no source with pictures" in capsys.readouterr().err
+    assert "found no source with media" in capsys.readouterr().err
     assert not (tmp_path / "sizes.txt").exists()

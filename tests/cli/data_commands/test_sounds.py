@@ -22,7 +22,7 @@ def test_describe_and_plan(
     monkeypatch.delattr(stored, "samples_of")
     frames = sorted(-(-one // 160) for one in sounds.COUNTS)
     assert main(["data", "describe", str(mix), "--json"]) == 0
-    one = json.loads(capsys.readouterr().out)["sources"]["sounds"]["pictures"]
+    one = json.loads(capsys.readouterr().out)["sources"]["sounds"]["media"]
     assert (one["items"], one["frames"]["100%"]) == (18, frames[-1])
     assert main(["data", "describe", str(mix)]) == 0
     assert "frames 90%" in capsys.readouterr().out
@@ -34,4 +34,4 @@ def test_describe_and_plan(
     assert {tuple(map(int, line.split())) for line in lines} <= {(1, one) for one in frames}
     flags = ["--items", str(sizes), "--ranks", "2", "--encoder", "qwen2-audio"]
     assert main(["plan", *flags]) == 0
-    assert capsys.readouterr().out.startswith(f"{len(lines)} images and 0 videos: ")
+    assert capsys.readouterr().out.startswith(f"{len(lines)} sounds: ")

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_hdp.data import TokenFile
 from megatron_hdp.data.chat import BadConversationError, MediaConversations
-from megatron_hdp.data.media import Items, MediaFiles, PictureSettings, StoredPicture
+from megatron_hdp.data.media import Items, ItemSize, MediaFiles, PictureSettings, StoredPicture
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import MediaSpec
 from megatron_hdp.data.tokenizers import build_tokenizer
@@ -113,7 +113,7 @@ def with_part(part: dict[str, Any]) -> dict[str, Any]:
         (llava("<image>", [0]) | {"audio": "a.wav"}, "`audio`"),
         (
             with_part({"type": "video", "video": ["a.png"]}),
-            "a part `video`.*its frames as pictures",
+            "a part `video`, expected text or a picture: .*media: kind",
         ),
         (llava("<image>", []) | {"image": "https://x/y.jpg"}, "begins with https:"),
         (llava("<image>", []) | {"image": "x.jsonl"}, "no picture with a whole header"),
@@ -175,7 +175,7 @@ def test_prepared_pictures_are_found_again(folder: Path, form: str) -> None:
             assert files.raw(*place) == picture(number)
             sides = int(item["height"]), int(item["width"])
             assert sides == sources.SIDES[number]
-            stored = StoredPicture(files, place, sides)
+            stored = StoredPicture(files, place, ItemSize(*sides))
             assert stored.values.shape == np.asarray(stored.values).shape
             at = int(item["token"])
             (token,) = tokens.read(document, at, at + 1)

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from megatron_hdp.data.chat import BadConversationError, MediaConversations
-from megatron_hdp.data.media import Items, MediaError, MediaFiles, settings_of, stored_item
+from megatron_hdp.data.media import (
+    Items,
+    ItemSize,
+    MediaError,
+    MediaFiles,
+    settings_of,
+    stored_item,
+)
 from megatron_hdp.data.media.sounds import samples_of, size_of_sound
 from megatron_hdp.data.media.spectrograms import spectrogram_of
 from megatron_hdp.data.spec import MediaSpec
@@ -102,7 +109,8 @@ def test_the_processor_expands_a_placeholder_to_as_many(tmp_path: Path, count: i
     placeholder = tokenizer.convert_tokens_to_ids("<|AUDIO|>")
     raw = sounds.with_head(3, 32, samples.tobytes())
     settings = settings_of(MediaSpec(encoder="qwen2-audio", most_seconds=60))
-    height, width = settings.size_of(io.BytesIO(raw), "x")
+    (size,) = settings.sizes_of(io.BytesIO(raw), "x")
+    height, width = size.height, size.width
     (rows,) = settings.rows(np.array([height]), np.array([width]))
     assert (made["input_ids"] == placeholder).sum() == rows
     seen = WINDOWS.seen(width)
@@ -182,7 +190,8 @@ def truncated(raw: bytes) -> bytes:
 def test_bad_headers_are_told(raw: bytes, words: str) -> None:
     settings = settings_of(QWEN)
     with pytest.raises(ValueError, match=words):
-        settings.rows(*(np.array([one]) for one in settings.size_of(io.BytesIO(raw), "x")))
+        (size,) = settings.sizes_of(io.BytesIO(raw), "x")
+        settings.rows(np.array([size.height]), np.array([size.width]))
 
 
 @pytest.mark.slow
@@ -197,7 +206,7 @@ def test_broken_bytes_have_one_length_or_a_sentence(seed: int) -> None:
         for at in drawn.integers(0, 48, drawn.integers(1, 4)).tolist():
             raw[at] = int(drawn.integers(0, 256))
         try:
-            _, frames = settings.size_of(io.BytesIO(bytes(raw)), "x")
+            frames = settings.sizes_of(io.BytesIO(bytes(raw)), "x")[0].width
             samples = samples_of(bytes(raw), "x", WINDOW)
         except MediaError:
             continue
@@ -233,7 +242,7 @@ def test_sounds_are_written_as_qwen_writes_them(tmp_path: Path) -> None:
         (found,) = made.render(row, str(tmp_path / "x.jsonl"), 0)
         text = tiny_tokenizer.text_of(made._tokenizer, found.ids)
         assert said in text
-        assert [(one.height, one.width) for one in found.items] == [(1, 10), (1, 26)]
+        assert [(one.of.height, one.of.width) for one in found.items] == [(1, 10), (1, 26)]
     (tmp_path / sounds.name(3)).write_bytes(truncated(sounds.sound(3)))
     with pytest.raises(BadConversationError, match="expected a whole one: copy it again"):
         made.render(sounds.asked(3), str(tmp_path / "x.jsonl"), 0)
@@ -284,7 +293,7 @@ def test_prepared_sounds_are_found_again(tmp_path: Path, form: str) -> None:
     files = MediaFiles(str(tmp_path), settings_of(QWEN))
     for number, item in enumerate(items.records):
         place = items.name(int(item["file"])), int(item["offset"]), int(item["size"])
-        stored = stored_item(files, *place, int(item["height"]), int(item["width"]))
+        stored = stored_item(files, place, ItemSize(int(item["height"]), int(item["width"])))
         samples = samples_of(sounds.sound(number), "x", WINDOW)
         assert stored.num_frames == -(-len(samples) // 160)
         expected = spectrogram_of(samples, stored.shape[1], 3000)
@@ -296,7 +305,7 @@ def test_a_file_that_has_changed_is_told(tmp_path: Path) -> None:
     raw = sounds.sound(0)
     (tmp_path / "x.wav").write_bytes(raw)
     files = MediaFiles(str(tmp_path), settings_of(QWEN))
-    stored = stored_item(files, "x.wav", 0, len(raw), 1, 12)
+    stored = stored_item(files, ("x.wav", 0, len(raw)), ItemSize(1, 12))
     assert "found 1,600 samples, expected 12 frames of 160 by the header" in stored.decoded()
     stored.found = "damaged"
     assert (np.asarray(stored.values) == -1.5).all()

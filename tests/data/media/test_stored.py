@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_hdp.data.media import (
+    ItemSize,
     MediaError,
     MediaFiles,
     PictureSettings,
@@ -36,7 +37,7 @@ def stored(tmp_path: Path) -> StoredPicture:
     raw = sources.picture(1)
     (tmp_path / "x.bin").write_bytes(b"before" + raw + b"behind")
     files = MediaFiles(str(tmp_path), PictureSettings.of(media))
-    return StoredPicture(files, ("x.bin", 6, len(raw)), SIDES)
+    return StoredPicture(files, ("x.bin", 6, len(raw)), ItemSize(*SIDES))
 
 
 def test_an_encoder_sees_its_patches(stored: StoredPicture) -> None:
@@ -56,9 +57,11 @@ def test_it_is_the_same_on_all_ranks_wherever_its_files_lie(
     stored: StoredPicture, tmp_path: Path
 ) -> None:
     files = MediaFiles(str(tmp_path / "elsewhere"), stored._files.settings)
-    other = StoredPicture(files, stored._place, SIDES)
+    other = StoredPicture(files, stored._place, ItemSize(*SIDES))
     assert repr(other) == repr(stored)
-    assert repr(StoredPicture(files, stored._place, (SIDES[0], SIDES[1] * 2))) != repr(stored)
+    assert repr(StoredPicture(files, stored._place, ItemSize(SIDES[0], SIDES[1] * 2))) != repr(
+        stored
+    )
 
 
 def test_a_file_that_has_changed_is_told(stored: StoredPicture, tmp_path: Path) -> None:
