@@ -1,6 +1,9 @@
 """What an exit code says: one declaration for commands, for what starts them, and for the docs."""
 
+import errno
 from enum import IntEnum
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ExitCode(IntEnum):
@@ -23,3 +26,12 @@ class ExitCode(IntEnum):
     UNREAD = 141
     """Who reads the output of a `megatron-hdp` command, such as `head`, has enough: it ends
     without a message, as if by SIGPIPE."""
+
+
+def is_of_a_full_disk(error: BaseException) -> bool:
+    """Whether a disk without room is what an error was raised from."""
+    while not (isinstance(error, OSError) and error.errno in NO_ROOM):
+        if error.__cause__ is None:
+            return False
+        error = error.__cause__
+    return True

@@ -1,15 +1,12 @@
 """``torchrun ... -m megatron_hdp.pretrain_gpt``: trains a GPT, with or without HDP."""
 
-import errno
 import os
 import sys
 import traceback
 from typing import Any, NoReturn
 
-from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.exit_codes import NO_ROOM, ExitCode, is_of_a_full_disk
 from megatron_hdp.processes import launcher
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +69,7 @@ def code_of(error: Exception, *, survives: bool) -> ExitCode:
 
     is_loss = isinstance(error, RankFailure | NotNamedError)
     if survives:
-        is_loss |= isinstance(error, NotSavedError) or _is_of_a_full_disk(error)
+        is_loss |= isinstance(error, NotSavedError) or is_of_a_full_disk(error)
     return ExitCode.BLAMES_ANOTHER if is_loss else ExitCode.MISTAKE
 
 
@@ -118,19 +115,11 @@ def _rank() -> str:
     return os.environ.get("RANK", "0")
 
 
-def _is_of_a_full_disk(error: BaseException) -> bool:
-    while not (isinstance(error, OSError) and error.errno in _FULL):
-        if error.__cause__ is None:
-            return False
-        error = error.__cause__
-    return True
-
-
 def _is_of_a_connection(error: Exception) -> bool:
     """Which is no mistake of the user's, as an error of a file is: it names one, or is our own."""
     if not isinstance(error, OSError) or isinstance(error, ValueError):
         return False
-    return error.filename is None and error.errno not in _FULL
+    return error.filename is None and error.errno not in NO_ROOM
 
 
 def _say(text: str) -> None:

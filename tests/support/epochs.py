@@ -3,6 +3,7 @@
 Processes are forked as `tests.support.ranks` forks them, which spares each of them its imports.
 """
 
+import errno
 import faulthandler
 import functools
 import importlib
@@ -287,3 +288,16 @@ class IsCutOffIn(DiesIn):
     def happen(self):
         """Raises."""
         raise RuntimeError("a planted failure of communication")
+
+
+def has_no_room(step, member=None):
+    """A fault: the disk has none for the process's part of the checkpoint of a step."""
+    original = os.fsync
+
+    def fsync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith(".distcp") and f"iter_{step:07d}" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(descriptor)
+
+    os.fsync = fsync

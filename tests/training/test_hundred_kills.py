@@ -143,8 +143,9 @@ class Campaign:
         number = NAMES.index(wanted)
         slot = self._draw.randrange(RANKS)
         victim = epoch.members[slot]
-        time.sleep(self._draw.uniform(0.0, 0.5))
-        deadline = time.monotonic() + (0.0 if wanted == "recovery" else 2.0)
+        if wanted != "recovery":  # the way into the epoch that has just been named
+            time.sleep(self._draw.uniform(0.0, 0.5))
+        deadline = time.monotonic() + (0.5 if wanted == "recovery" else 2.0)
         while self.notes.phase[victim] != number and time.monotonic() < deadline:
             time.sleep(0.0)
         time.sleep(self._draw.choice([0.0, self._draw.uniform(0.0, self._most_delay_s)]))

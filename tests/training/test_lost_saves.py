@@ -1,6 +1,6 @@
 """A rank is lost beside an asynchronous save: the folder stays whole, the save is made again."""
 
-import errno
+import functools
 import os
 import signal
 import time
@@ -12,7 +12,7 @@ from megatron_hdp.megatron.checkpoint import checksums
 from megatron_hdp.megatron.checkpoint.folder import TRACKER
 from megatron_hdp.megatron.checkpoint.verification import verify
 from megatron_hdp.training.metrics import MetricsLogger
-from tests.support.epochs import DiesIn, SurvivingJob
+from tests.support.epochs import DiesIn, SurvivingJob, has_no_room
 from tests.support.gradients import write_corpus
 from tests.training.runs import LENGTHS, curve, lines_of, run
 from tests.training.test_lost_rank import (
@@ -102,26 +102,14 @@ def test_who_is_asked_to_end_while_groups_are_made_anew_saves(tmp_path):
     assert (saved / TRACKER).read_text() == "3"
 
 
-def has_no_room(member):
-    """From the checkpoint of step 3 on."""
-    original = os.fsync
-
-    def fsync(descriptor):
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if path.endswith(".distcp") and "iter_0000003" in path:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(descriptor)
-
-    os.fsync = fsync
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_full_disk_behind_a_death_ends_the_job(tmp_path, beside):
     """All that are left say so, and the checkpoint before stays: it is to be started again."""
     saved = tmp_path / "saved"
     arguments = surviving(tmp_path, save=saved, save_interval=1, async_save=beside)
-    faults = {0: has_no_room, 1: has_no_room, 2: DiesIn("gradients_of_step", 3)}
+    no_room = functools.partial(has_no_room, 3)
+    faults = {0: no_room, 1: no_room, 2: DiesIn("gradients_of_step", 3)}
     job = SurvivingJob(arguments, 3, tmp_path, faults)
     codes = job.run()
     assert job.coordinator.epoch.members == (0, 1) and set(codes) == {ExitCode.BLAMES_ANOTHER}, (

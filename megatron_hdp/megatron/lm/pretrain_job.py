@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_hdp.exit_codes import ExitCode
+from megatron_hdp.exit_codes import ExitCode, is_of_a_full_disk
 from megatron_hdp.runtime.epochs import NotNamedError
 from megatron_hdp.runtime.health import Heartbeat, RankFailure
 from megatron_hdp.runtime.timeline import CHECKPOINT, OPTIMIZER, START, Timeline
@@ -30,6 +31,7 @@ class PretrainJob:
         self._stack = ExitStack()
         self._start = ExitStack()
         self._heartbeat: Heartbeat | None = None
+        self._survives = False
 
     @property
     def heartbeat(self) -> Heartbeat | None:
@@ -40,6 +42,7 @@ class PretrainJob:
         """Starts the heartbeats, once torch.distributed is there; a second call does nothing."""
         if self._heartbeat is not None:
             return
+        self._survives = args.hdp_survive
         slow_timeout_s = 60.0 * args.distributed_timeout_minutes * _SHARE
         self._heartbeat = self._stack.enter_context(
             Heartbeat.of_job(
@@ -88,9 +91,22 @@ class PretrainJob:
             self._stack.__exit__(kind, error, stack)
             if isinstance(error, RankFailure | NotNamedError):
                 raise error
+            if self._survives and (reason := _of_storage(error)):
+                raise RankFailure(
+                    f"{reason}: the job ends; make room and start it again, it continues from the "
+                    "checkpoint before"
+                ) from error
         except (RankFailure, NotNamedError) as failure:
             sys.stdout.flush()
             rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
             print(f"megatron_hdp: error{rank}: {failure}", file=sys.stderr, flush=True)
             # Closing communicators would wait for the other ranks.
             os._exit(ExitCode.BLAMES_ANOTHER)
+
+
+def _of_storage(error: BaseException | None) -> str:
+    """Why something could not be written; empty for other errors."""
+    if isinstance(error, CheckpointException):  # all ranks get it, the first one with the causes
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        return f"the checkpoint could not be saved ({causes or 'the first rank says why'})"
+    return str(error) if error is not None and is_of_a_full_disk(error) else ""

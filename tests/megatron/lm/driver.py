@@ -28,7 +28,7 @@ from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import Position
 from megatron_hdp.processes.ports import free_port
 from megatron_hdp.runtime.epochs import keys
-from tests.support.epochs import Deaths, DiesIn, SurvivingJob
+from tests.support.epochs import Deaths, DiesIn, SurvivingJob, has_no_room
 from tests.support.older import order_before_mixtures
 
 DEADLINE_S = 240
@@ -137,6 +137,8 @@ def _be_rank(
     try:
         if fault is not None:
             DiesIn(**fault)(member)
+        if "no_room_for" in run:
+            has_no_room(run["no_room_for"])
         if member == 0 and "waits_at" in run:
             faults.enter_context(_waiting(run["waits_at"], run["ranks"]))
         if run.get("fp64"):

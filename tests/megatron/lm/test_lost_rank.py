@@ -265,6 +265,19 @@ def test_a_save_under_way_is_made_again(saving, name):
         assert "the save of iteration 2 is given up" in text and left[0].name == "iter_0000002"
 
 
+def test_a_full_disk_behind_a_death_ends_the_job(tmp_path):
+    """The checkpoint before stays: it is to be started again."""
+    write_corpus(tmp_path, LENGTHS)
+    fault = {"2": MOMENTS["before the vote"]}  # of step 3
+    exits = [ExitCode.BLAMES_ANOTHER] * 3
+    plan = [surviving(tmp_path, "full", survives=fault, no_room_for=4, exits=exits, steps=8)]
+    drive(tmp_path, plan, timeout_s=PATIENCE_S)
+    words = "the checkpoint could not be saved (rank 0: Worker failure: [Errno 28] No space left"
+    assert words in log_of(tmp_path, "full")
+    assert (tmp_path / "full" / "saved" / TRACKER).read_text() == "2"
+    assert [one["step"] for one in lines_of(tmp_path, "full")] == [1, 2, 3, 4]
+
+
 def test_the_command_loses_a_rank(tmp_path):
     write_corpus(tmp_path, LENGTHS)
     run = surviving(tmp_path, "command", survives={}, seldom=True, steps=60)
