@@ -474,7 +474,6 @@ _SHORT = {  # each is of a subject, or of a process, of its own
     "megatron_hdp.data.tokenizers.byte_tokenizer",
     "megatron_hdp.data_plane.hooks",
     "megatron_hdp.media.extension",
-    "megatron_hdp.runtime.epochs.sockets",
 }
 
 
