@@ -111,12 +111,16 @@ def line_of(reasons: Counter[str], num_slow: int) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Imports without collections of garbage; what was imported is left out of later ones."""
+    """Imports without collections of garbage; what was imported is left out of later ones.
+
+    Tests make many small objects and few cycles: they are looked for less often.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
         gc.enable()
 
 
@@ -125,13 +129,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Without slow tests and a GPU's, Megatron's fused functions are compiled by none but
     tests/megatron/step/test_compilation.py: preparing for it takes a quarter of Megatron's import.
+    Gloo connects two ranks of a group when they first talk, which most of Megatron's never do.
     And properties' tests draw fewer examples.
     """
     config.pluginmanager.register(SkippedLine(config), "skipped-line")
     chosen = config.option.markexpr
     others = ("slow", "gpu")  # on a GPU they are compiled as in a run
     if "not slow" in chosen and not any(one in chosen.replace("not slow", "") for one in others):
-        os.environ["TORCHDYNAMO_DISABLE"] = os.environ[BRIEF] = "1"
+        brief = ("TORCHDYNAMO_DISABLE", "TORCH_GLOO_LAZY_INIT", BRIEF)
+        os.environ.update(dict.fromkeys(brief, "1"))
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:

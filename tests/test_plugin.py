@@ -1,9 +1,12 @@
 """The plugin goes in and out in any order of imports; refusals change nothing."""
 
+import subprocess
+
 import pytest
 
 from megatron_hdp.megatron.lm.releases import installed_version, release_of
 from tests.support import fake_megatron_lm
+from tests.support.forked_python import forked_python
 from tests.support.processes import run_python
 
 MEGATRON_FIRST = """
@@ -80,7 +83,10 @@ def test_a_script_runs_with_the_plugin_in_and_its_folder_on_the_path(tmp_path):
         "import sys, neighbour, megatron.training.arguments as theirs\n"
         "print(__name__, sys.argv[1:], neighbour.NAME, theirs.validate_args.__module__)"
     )
-    done = run_python("-m", "megatron_hdp", "run", str(script), "--theirs", "4")
+    (tmp_path / "python").mkdir()
+    with forked_python(tmp_path / "python") as python:
+        command = [python, "-m", "megatron_hdp", "run", script, "--theirs", "4"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     expected = "__main__ ['--theirs', '4'] neighbour megatron.training.arguments"
     assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 

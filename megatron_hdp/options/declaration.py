@@ -1,9 +1,10 @@
 """A knob is declared once: a dataclass field that flag, YAML key and documentation derive from."""
 
+import functools
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any
@@ -123,17 +124,23 @@ def _check_range(flag: str, value: float, kind: type, limits: Mapping[str, Any])
         raise OptionError(f"{flag}: found {value}, expected at most {greatest}")
 
 
-def declared(cls: type) -> Iterator[tuple[Field[Any], Any]]:
-    """Yield each option of ``cls`` with its type, ``None`` taken off."""
-    hints = typing.get_type_hints(cls)
+def declared(cls: Any) -> Sequence[tuple[Field[Any], Any]]:
+    """Each option of dataclass ``cls`` with its type, ``None`` taken off."""
+    return _declared(cls)
+
+
+@functools.cache
+def _declared(cls: Any) -> Sequence[tuple[Field[Any], Any]]:
+    hints, found = typing.get_type_hints(cls), []
     for item in fields(cls):
         if "help" not in item.metadata or item.default is MISSING:
-            found = f"{cls.__name__}.{item.name}"
-            raise TypeError(f"{found} is no option: declare it with option(default, help=...)")
+            name = f"{cls.__name__}.{item.name}"
+            raise TypeError(f"{name} is no option: declare it with option(default, help=...)")
         kind = hints[item.name]
         if isinstance(kind, types.UnionType):
             (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
-        yield item, kind
+        found.append((item, kind))
+    return tuple(found)
 
 
 def switches(item: Field[Any]) -> tuple[str, str]:

@@ -215,10 +215,9 @@ def pipeline_lower_bound_s(
             borne_s = _least_s(times, share, ramp) - without_s
             in_turn_s = max(in_turn_s, float(without_s.sum() + borne_s.min()))
     longest_ones = _LongestOnes.of(lengths, compute, float(speeds.sum()), own)
-    several_s = max(
-        longest_ones.beside_them_s(share, ramp, float(pipeline.row_weights[0]))
-        for share, ramp in set(zip(shares.tolist(), before.tolist(), strict=True))
-        if share > 0
+    works = shares > 0
+    several_s = longest_ones.beside_them_s(
+        shares[works], before[works], float(pipeline.row_weights[0])
     )
     return max(work_s, longest_s, in_turn_s, several_s)
 
@@ -372,52 +371,54 @@ class _LongestOnes:
         of_them = np.cumsum(compute[order]) / speed
         return cls(least_s, part_s, of_them, float(compute.sum()) / speed)
 
-    def beside_them_s(self, share: float, ramp: float, first: float) -> float:
-        """The least makespan that a stage allows.
+    def beside_them_s(self, shares: Float64Array, ramps: Float64Array, first: float) -> float:
+        """The least makespan that every stage allows.
 
         Args:
-            share: W of the stage.
-            ramp: R of it.
+            shares: W of each stage, more than 0.
+            ramps: R of each.
             first: w of the first row.
         """
-        low = np.zeros(len(self.least_s))
-        high = np.full(len(low), self.of_all + float(self.least_s.max()))
-        slope = max(1.0, 3 * share / first) if first > 0 else np.inf
+        shares = shares[:, None]  # beside k, the last axis
+        slopes = np.maximum(1.0, 3 * shares / first) if first > 0 else np.full_like(shares, np.inf)
+        ramps_s = ramps[:, None] / shares * self.part_s
+        low = np.zeros(ramps_s.shape)
+        high = np.full(low.shape, self.of_all + float(self.least_s.max()))
         for _ in range(50):
             makespan = (low + high) / 2
-            ramps = ramp / share * self.part_s
-            work = _work_beside(self.of_them, makespan / share, ramps, self.least_s, slope)
+            work = _work_beside(self.of_them, makespan / shares, ramps_s, self.least_s, slopes)
             fits = work >= self.of_all
             low, high = np.where(fits, low, makespan), np.where(fits, makespan, high)
         return float(low.max())
 
 
 def _work_beside(
-    at: Float64Array, whole: Float64Array, ramps: Float64Array, least: Float64Array, slope: float
+    at: Float64Array,
+    whole: Float64Array,
+    ramps: Float64Array,
+    least: Float64Array,
+    slopes: Float64Array,
 ) -> Float64Array:
     """Concave hull at T = ``at`` of a rank's work: whole at T = 0, less from T = ``least`` on.
 
-    Other work is at most whole - T, and at most ``slope`` x (whole - ramps - T).
+    Other work is at most whole - T, and at most ``slopes`` x (whole - ramps - T).
     """
     full = whole - ramps  # the greatest T, with no other work
-    corner = least
-    if slope > 1:  # up to some T nothing is lost
-        lost = 1.0 if math.isinf(slope) else slope / (slope - 1)
-        corner = np.maximum(least, whole - lost * ramps)
-    at_corner = whole
-    if not math.isinf(slope):
-        at_corner = corner + np.minimum(whole - corner, slope * (full - corner))
+    if math.isinf(slopes[0, 0]):
+        corner = np.maximum(least, full)  # up to some T nothing is lost
+        at_corner = whole
+    else:
+        lost = slopes / np.where(slopes > 1, slopes - 1, 1.0)
+        corner = np.where(slopes > 1, np.maximum(least, whole - lost * ramps), least)
+        at_corner = corner + np.minimum(whole - corner, slopes * (full - corner))
 
-    def chord(x0: Float64Array, y0: Float64Array, x1: Float64Array, y1: Float64Array) -> Any:
-        slope = (y1 - y0) / np.where(x1 > x0, x1 - x0, 1.0)
+    def chord(x0: Any, y0: Float64Array, x1: Float64Array, y1: Float64Array) -> Any:
+        width = x1 - x0
+        slope = (y1 - y0) / np.where(width > 0, width, 1.0)
         return np.where((at >= x0) & (at <= x1), y0 + slope * (at - x0), -np.inf)
 
-    zero = np.zeros_like(at)
-    work: Float64Array = np.maximum.reduce(
-        [
-            chord(zero, whole, full, full),
-            chord(zero, whole, corner, at_corner),
-            chord(corner, at_corner, full, full),
-        ]
+    work: Float64Array = np.maximum(
+        np.maximum(chord(0.0, whole, full, full), chord(0.0, whole, corner, at_corner)),
+        chord(corner, at_corner, full, full),
     )
     return np.where(full >= least, work, -np.inf)

@@ -32,8 +32,8 @@ def run_quickstart(folder, *flags, python=sys.executable, **environment):
 def trained(folder, num_ranks, num_steps, python=sys.executable):
     """What a quickstart with small steps prints and both of its runs' metrics."""
     # on a busy machine a profile measures three times
-    environment = {"STEPS": str(num_steps), "NPROC": str(num_ranks), "PROFILE_S": "1"}
-    flags = ["--hdp-global-batch-tokens", "16384"]
+    environment = {"STEPS": str(num_steps), "NPROC": str(num_ranks), "PROFILE_S": "0.3"}
+    flags = ["--hdp-global-batch-tokens", "16384", "--num-layers", "1"]
     result = run_quickstart(folder, *flags, python=python, **environment)
     assert result.returncode == 0, result.stdout + result.stderr
     runs = [(folder / name / "metrics.jsonl").read_text() for name in ("static", "hdp")]
@@ -80,7 +80,7 @@ def test_quickstart(tmp_path, python):
 def simulated_steps_are_those_of_the_run(python, folder, static, hdp):
     """The same sequences on the same rings, so that times can be compared."""
     script = [python, ROOT / "scripts/examples/quickstart/simulated.py", folder]
-    flags = ["--hdp-global-batch-tokens", "16384"]
+    flags = ["--hdp-global-batch-tokens", "16384", "--num-layers", "1"]
     done = subprocess.run([*script, *flags], capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stderr
     (step, *numbers), (median, *same) = (line.split() for line in done.stdout.splitlines()[1:3])

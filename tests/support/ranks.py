@@ -39,6 +39,7 @@ _PRELOAD = [
     "megatron.core.tensor_parallel",
     # Half of what a rank of a small test computes would be these.
     "hypothesis",
+    "transformers",
     "megatron_hdp.megatron.execution.executor",
     "megatron_hdp.training.loop",
     "tests.gradient_equivalence.faults",
@@ -219,7 +220,8 @@ def _rank_main(
     stacks_file = stacks.open("w")
     faulthandler.register(signal.SIGUSR2, file=stacks_file, all_threads=True)
     warnings.simplefilter("ignore")
-    logging.getLogger().setLevel(logging.WARNING)
+    if logging.root.level != logging.WARNING:
+        logging.root.setLevel(logging.WARNING)  # which touches every logger there is
     try:
         _initialise(number, num_ranks, rendezvous, timeout_s)
         function, args, kwargs = pickle.loads(call)

@@ -108,6 +108,7 @@ def compare_all(folders, path):
         assert compare(folder, release, of_folder) >= 12
 
 
+@pytest.mark.slow  # what formats write stands below
 @pytest.mark.megatron_lm
 @pytest.mark.skipif(not CHECKOUT, reason="set MEGATRON_LM_PATH to a Megatron-LM checkout")
 def test_rows_become_what_a_checkout_makes_of_them(folders):

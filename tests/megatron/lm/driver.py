@@ -39,10 +39,18 @@ def main(checkout: Path, runs: list[dict]) -> int:
     from megatron_hdp.megatron.cpu import shim
 
     shim.apply()
+    import megatron.core.datasets.utils as helpers
+    import megatron.core.dist_checkpointing.strategies.torch
     import megatron.training.training  # noqa: F401
 
-    import megatron_hdp.megatron.lm.patches  # noqa: F401
+    import megatron_hdp.megatron.lm.model
+    import megatron_hdp.megatron.lm.patches
+    import megatron_hdp.megatron.lm.run
+    import megatron_hdp.training.loop  # noqa: F401
 
+    runpy.run_path(str(checkout / "pretrain_gpt.py"), run_name="imported")  # what ranks import
+    helpers.compile_helpers()
+    helpers.compile_helpers = lambda: None  # each run would ask `make` again
     gc.freeze()  # a rank that collected what was imported here would copy its memory
     codes = {run["name"]: _survive(run) if "survives" in run else _run(run) for run in runs}
     print("exit codes", codes)
@@ -135,6 +143,7 @@ def _be_rank(
     }
     code, faults = 1, ExitStack()
     try:
+        faults.enter_context(_spawned_without_the_script())
         if fault is not None:
             DiesIn(**fault)(member)
         if "no_room_for" in run:
@@ -274,23 +283,26 @@ def _sft_on_a_cpu() -> Iterator[None]:
 
 
 def _persistent_writer_on_a_cpu() -> AbstractContextManager[object]:
-    """Within the block, Megatron's persistent writer of checkpoints, a process, wants no GPU.
-
-    It does not import the script, either, which imports on a GPU only.
-    """
+    """Within the block, Megatron's persistent writer of checkpoints, a process, wants no GPU."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     from tests.megatron.lm import driver  # this module by the name that a writer finds it by
+
+    loop = staticmethod(driver.write_on_a_cpu)
+    return mock.patch.object(PersistentAsyncCaller, "async_loop", loop)
+
+
+def _spawned_without_the_script() -> AbstractContextManager[object]:
+    """Within the block, helpers that Megatron spawns to save do not import the script.
+
+    It would take them seconds, and the script imports on a GPU only.
+    """
 
     def prepared(name: str) -> dict[str, Any]:
         return {key: one for key, one in original(name).items() if "init_main" not in key}
 
     original = spawn.get_preparation_data
-    stack = ExitStack()
-    loop = staticmethod(driver.write_on_a_cpu)
-    stack.enter_context(mock.patch.object(PersistentAsyncCaller, "async_loop", loop))
-    stack.enter_context(mock.patch.object(spawn, "get_preparation_data", prepared))
-    return stack
+    return mock.patch.object(spawn, "get_preparation_data", prepared)
 
 
 def write_on_a_cpu(*given: Any) -> None:
