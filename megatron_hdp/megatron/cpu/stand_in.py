@@ -174,7 +174,7 @@ def stand_in_for_torch() -> StandIn:
             **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), NoStream),
             "current_device": lambda: _CPU,
             "stream": contextlib.nullcontext,
-            "manual_seed": torch.manual_seed,
+            "manual_seed": torch.default_generator.manual_seed,
             "get_rng_state": _get_rng_state,
             "set_rng_state": _set_rng_state,
             "random": random,

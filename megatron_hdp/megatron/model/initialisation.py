@@ -37,15 +37,18 @@ def initialise_by_name(model: GPTModel, seed: int) -> None:
                 continue
             into_residual = name.endswith(_INTO_RESIDUAL)
             draw = config.output_layer_init_method if into_residual else config.init_method
-            _seed(fingerprint(seed, name) % 2**63, gpus)
+            seed_drawing(fingerprint(seed, name) % 2**63, gpus)
             shape, device = whole_shape(parameter), parameter.device
             whole = torch.empty(shape, dtype=torch.float32, device=device)
             draw(whole)
             parameter.copy_(own_part(parameter, whole))
 
 
-def _seed(seed: int, gpus: set[torch.device]) -> None:
-    """As ``torch.manual_seed``, which keeps a stack for every GPU there might be."""
+def seed_drawing(seed: int, gpus: set[torch.device]) -> None:
+    """Seeds the CPU's generator and those of `gpus`, which hold something.
+
+    ``torch.manual_seed`` does the same, and keeps a stack for GPUs that there might be later.
+    """
     torch.default_generator.manual_seed(seed)
     for gpu in gpus:
         torch.cuda.default_generators[gpu.index].manual_seed(seed)

@@ -32,7 +32,12 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.adapters import NAMES
-from megatron_hdp.megatron.model.initialisation import global_parameters, own_part, whole_shape
+from megatron_hdp.megatron.model.initialisation import (
+    global_parameters,
+    own_part,
+    seed_drawing,
+    whole_shape,
+)
 from megatron_hdp.megatron.model.moe import let_biases_be_added
 from megatron_hdp.megatron.model.mtp import further_layers
 from megatron_hdp.megatron.model.taking import derived
@@ -275,7 +280,7 @@ def _draw(model: GPTModel, seed: int) -> None:
     with torch.random.fork_rng(devices=gpus), torch.no_grad():
         for name, parameter in global_parameters(model):
             if name.endswith(".lora_a"):
-                torch.manual_seed(fingerprint(seed, name) % 2**63)
+                seed_drawing(fingerprint(seed, name) % 2**63, gpus)
                 shape, device = whole_shape(parameter), parameter.device
                 whole = torch.empty(shape, dtype=torch.float32, device=device)
                 whole.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5)

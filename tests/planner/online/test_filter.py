@@ -92,7 +92,7 @@ LONG = [pytest.param(ranks, 200, marks=pytest.mark.slow) for ranks in (16, 1024)
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.1])
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 60), (16, 60), (128, 60), *LONG])
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 60), (16, 60), (128, 30), *LONG])
 def test_noise_changes_nothing(noise, ranks, steps):
     *_, (*_, seen, _) = run([LLAMA_7B] * steps, noise, ranks=ranks)
     assert seen.num_changes == 0
