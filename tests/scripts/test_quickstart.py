@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts" / "examples" / "quickstart"))
 import capacity  # noqa: E402
 
+MODEL = ("--num-layers", "1")
 CONTEXT, CAPACITY = 8192, 2048  # of configs/tiny-cpu.yaml
 
 
@@ -33,7 +34,7 @@ def trained(folder, num_ranks, num_steps, python=sys.executable):
     """What a quickstart with small steps prints and both of its runs' metrics."""
     # on a busy machine a profile measures three times
     environment = {"STEPS": str(num_steps), "NPROC": str(num_ranks), "PROFILE_S": "0.3"}
-    flags = ["--hdp-global-batch-tokens", "16384", "--num-layers", "1"]
+    flags = ["--hdp-global-batch-tokens", "16384", *MODEL]
     result = run_quickstart(folder, *flags, python=python, **environment)
     assert result.returncode == 0, result.stdout + result.stderr
     runs = [(folder / name / "metrics.jsonl").read_text() for name in ("static", "hdp")]
@@ -79,8 +80,8 @@ def test_quickstart(tmp_path, python):
 
 def simulated_steps_are_those_of_the_run(python, folder, static, hdp):
     """The same sequences on the same rings, so that times can be compared."""
-    script = [python, ROOT / "scripts/examples/quickstart/simulated.py", folder]
-    flags = ["--hdp-global-batch-tokens", "16384", "--num-layers", "1"]
+    script = [python, ROOT / "scripts/examples/quickstart/simulated.py", folder, *MODEL]
+    flags = ["--hdp-global-batch-tokens", "16384"]
     done = subprocess.run([*script, *flags], capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stderr
     (step, *numbers), (median, *same) = (line.split() for line in done.stdout.splitlines()[1:3])
