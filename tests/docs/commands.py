@@ -206,7 +206,7 @@ COMMANDS = {
     "torchrun --nproc-per-node 8 -m megatron_hdp run pretrain_gpt.py --hybrid-data-parallel "
     "--hdp-tokens-per-rank 8192 --global-batch-size 512 --attention-dropout 0 "
     "--data-path data/corpus ...": Elsewhere(
-        "tests/megatron/lm/test_training.py::test_stages_have_the_losses_of_one_rank",
+        "tests/megatron/lm/test_training.py::test_two_ranks_have_the_losses_of_one",
         needs=IN_A_CHECKOUT,
     ),
     "git apply --unidiff-zero .../patches/megatron-lm/core_v0.19.0.patch": Elsewhere(
@@ -262,7 +262,7 @@ COMMANDS = {
     ),
     "python scripts/benchmarks/bench_preprocess.py --megatron-lm Megatron-LM --rounds 5": Elsewhere(
         "tests/scripts/benchmarks/test_bench_preprocess.py::test_beside_megatrons_own_tool",
-        needs=IN_A_CHECKOUT,
+        needs=f"{IN_A_CHECKOUT} slow",
     ),
     "python scripts/benchmarks/bench_lost_rank.py --seconds 130": Elsewhere(
         "tests/scripts/benchmarks/test_bench_lost_rank.py::test_a_small_run", needs="slow"

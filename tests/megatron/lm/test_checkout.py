@@ -14,14 +14,21 @@ from megatron_hdp.megatron.doctor.surroundings import Checkout, current_folder_f
 from megatron_hdp.megatron.lm.patches import PATCHES, check_patches
 from megatron_hdp.megatron.lm.releases import installed_version
 from tests.support import fake_megatron_lm
-from tests.support.processes import run_python
+from tests.support.processes import run_script
 
-DOCTOR = "import sys; from megatron_hdp.cli.main import main; sys.exit(main(['doctor', *{}]))"
+DOCTOR = """
+import os, sys
+from megatron_hdp.cli.main import main
+os.chdir({!r})
+sys.exit(main(["doctor", *sys.argv[1:]]))
+"""
 
 
-def doctor(folder, *flags):
+def doctor(folder, script, *flags):
     """The command as its console script runs it: in `folder`, which Python does not look into."""
-    return run_python("-P", "-c", DOCTOR.format(list(flags)), cwd=folder)
+    script.mkdir()
+    (script / "doctor.py").write_text(DOCTOR.format(str(folder)))
+    return run_script(script / "doctor.py", *flags)
 
 
 @pytest.mark.skipif(
@@ -46,11 +53,12 @@ def test_every_patch_is_listed_with_its_reason_and_what_does_not_fit(tmp_path):
         "_warmup_jit_function": "expected it to exist, found no _warmup_jit_function",
         "_initialize_distributed": "expected it to exist, found no _initialize_distributed",
     }
-    done = doctor(fake_megatron_lm.write(tmp_path, **changed), "--json")
+    checkout = fake_megatron_lm.write(tmp_path / "checkout", **changed)
+    done = doctor(checkout, tmp_path / "script", "--json")
     assert done.returncode == 0, done.stderr  # our own command can train
     found = json.loads(done.stdout)
     release = installed_version()
-    assert found["megatron_lm"] == {"folder": str(tmp_path), "release": release, "is_current": True}
+    assert found["megatron_lm"] == {"folder": str(checkout), "release": release, "is_current": True}
     patches = found["patches"]
     assert [patch["target"] for patch in patches] == [
         patch.target for patch in PATCHES.of(installed_version())

@@ -54,7 +54,7 @@ def common_plan(folder):
         run("stock", 1, [], plugin=False, save=STOCK),
         run("off", 1, [], save="checkpoints off"),
         run("one", 1, finetuned, load=STOCK, save="whole"),
-        run("pipelines", 4, [*HDP, "160", *STAGES, "--finetune"], load=STOCK),
+        run("two", 2, [*HDP, "160", "--finetune"], load=STOCK),
         run("second half", 1, [*HDP, "256", "--ckpt-step", "2"], load="whole", save="halves"),
         own_command(folder),
         run("help", 1, ["--help"], command=True),
@@ -66,7 +66,7 @@ def common_plan(folder):
 def more(runs):
     """More layouts, the patched script, an older release, and what users switch on."""
     run, script = partial(planned, runs), patched_script(SCRIPT, runs)
-    finetuned, two = [*HDP, "256", "--finetune"], [*HDP, "160", "--finetune"]
+    finetuned = [*HDP, "256", "--finetune"]
     metrics = ["--metrics-path", str(runs / "metrics.jsonl")]
     sharded = [*HDP, "160", *OVERLAPPED, *RECOMPUTED, *metrics]
     shown = [*sharded, *pictures(runs, "2-3", "2"), "--finetune"]
@@ -79,7 +79,7 @@ def more(runs):
     drive(
         runs,
         [
-            run("two", 2, two, load=STOCK),
+            run("pipelines", 4, [*HDP, "160", *STAGES, "--finetune"], load=STOCK),
             # Megatron pads the vocabulary to a multiple of both, here to 384 as without TP
             run("tensor", 2, [*finetuned, *plain_tensor], load=STOCK),
             run("patched", 1, finetuned, plugin=False, script=script, load=STOCK),
@@ -121,12 +121,13 @@ def test_without_the_flag_all_is_stock_bit_for_bit(runs):
     assert not any(tag.startswith("hdp/") for tag in of_off)
 
 
-def test_stages_have_the_losses_of_one_rank(runs):
-    require_losses_of_one(runs, "pipelines")
+def test_two_ranks_have_the_losses_of_one(runs):
+    """Stages: test_pipelines.py."""
+    require_losses_of_one(runs, "two")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two", "tensor", "sharded", "tensor, resumed"])
+@pytest.mark.parametrize("name", ["pipelines", "tensor", "sharded", "tensor, resumed"])
 def test_any_layout_has_the_losses_of_one_rank(more, name):
     """Optimizers, recomputation and sequence parallelism change nothing."""
     require_losses_of_one(more, name, (3, 4) if "resumed" in name else (1, 2, 3, 4))
@@ -175,7 +176,7 @@ def test_a_patched_checkout_is_the_same_run(more):
 
 
 def test_its_writers_get_the_figures_of_hdp(runs):
-    found = scalars(runs, "pipelines")
+    found = scalars(runs, "two")
     assert found["hdp/sequences"] == {step: 8.0 for step in (1, 2, 3, 4)}
     assert found["hdp/tokens"] == scalars(runs, "one")["hdp/tokens"]
     assert 0 < found["hdp/planned-efficiency"][1] <= 1
