@@ -55,6 +55,21 @@ def test_a_damaged_video_leaves_with_its_sequence(run_ranks, tmp_path):
     assert largest_difference(trained(run_ranks, whole, 2, hdp_corrupt_limit=20), expected) <= 1e-10
 
 
+def test_movies_are_decoded_for_a_run(run_ranks, tmp_path):
+    """An MP4 under another name, and one that is damaged once it is prepared."""
+    pytest.importorskip("av", reason="no PyAV: pip install 'megatron-hdp[video]'")
+    whole = videos_run(tmp_path, "qwen3-vl", steps=3)
+    for number in range(3):
+        movie = videos.as_movie(videos.frames(number), "mp4")
+        (tmp_path / videos.name(number)).write_bytes(movie)
+    expected = trained(run_ranks, whole, **ALONE)
+    assert largest_difference(trained(run_ranks, whole, 3), expected) <= 1e-10
+    (tmp_path / videos.name(1)).write_bytes(movie.ljust(10_000, b"\0"))
+    damaged = trained(run_ranks, whole, hdp_corrupt_limit=20, **ALONE)
+    assert largest_difference(damaged, expected) > 1e-3
+    assert largest_difference(trained(run_ranks, whole, 2, hdp_corrupt_limit=20), damaged) <= 1e-10
+
+
 def test_loaders_beside_the_ranks_give_the_same(run_ranks, tmp_path):
     pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
     whole = videos_run(tmp_path, "qwen3-vl", steps=3)

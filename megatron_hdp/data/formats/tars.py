@@ -1,7 +1,8 @@
 """Tars of WebDataset: members of one name before its first dot are a row, media by their place.
 
 A row is the object of its ``.json``, or the text of its ``.txt``, with its pictures under
-``images`` and its sounds under ``audios``, in the order in which they lie in the file.
+``images``, its sounds under ``audios`` and its videos under ``videos``, in the order in which they
+lie in the file.
 """
 
 import os
@@ -16,6 +17,12 @@ from megatron_hdp.data.formats.records import BadRecord, Format, Origin, Piece, 
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "tif", "tiff", "avif", "bmp", "img")
 _SOUNDS = ("wav", "flac", "ogg", "opus", "mp3")
+_VIDEOS = ("mp4", "m4v", "mov", "mkv", "webm", "avi")
+_KINDS = (
+    {one: "image" for one in _PICTURES}
+    | {one: "audio" for one in _SOUNDS}
+    | {one: "video" for one in _VIDEOS}
+)
 _BLOCK = 512
 
 
@@ -26,7 +33,7 @@ class Tar(Format):
     suffixes = (".tar",)
 
     def read(self, piece: Piece, key: str | None) -> Iterator[Record | BadRecord]:
-        """Yield the rows; their pictures and sounds are not read."""
+        """Yield the rows; their pictures, sounds and videos are not read."""
         origin = Origin(piece.path, "row")
         try:
             with tarfile.open(piece.path, "r:") as tar, open(piece.path, "rb") as stream:
@@ -49,13 +56,13 @@ def _row(
     members: list[tarfile.TarInfo], stream: BinaryIO, origin: Origin, number: int
 ) -> Record | BadRecord:
     row: dict[str, Any] = {}
-    media: dict[str, list[dict[str, Any]]] = {"image": [], "audio": []}
+    media: dict[str, list[dict[str, Any]]] = {"image": [], "audio": [], "video": []}
     num_bytes = sum(_BLOCK * (1 + -(-one.size // _BLOCK)) for one in members)
     for one in members:
         kind = one.name.rpartition(".")[2].lower()
-        if kind in _PICTURES + _SOUNDS:
+        if kind in _KINDS:
             place = {"path": one.name, "offset": one.offset_data, "size": one.size}
-            media["image" if kind in _PICTURES else "audio"].append(place)
+            media[_KINDS[kind]].append(place)
         elif kind in ("json", "txt"):
             stream.seek(one.offset_data)
             raw = stream.read(one.size)

@@ -27,6 +27,7 @@ _LLAVA = "<image>", "{}", "\n"
 _AUDIO, _AROUND_AUDIO = "<|AUDIO|>", "<|audio_bos|>{}<|audio_eos|>"
 _VIDEO, _AROUND_VIDEO = "<|video_pad|>", "<|vision_start|>{}<|vision_end|>"
 _QWEN_2_5, _QWEN_3 = "qwen2.5-vl", "qwen3-vl"
+_MOST_FRAMES = 2**16 - 1  # that can be stored
 _OF_PICTURES = "least_pixels", "most_pixels", "most_file_pixels"
 _KEYS = {
     "pictures": _OF_PICTURES,
@@ -174,11 +175,12 @@ class VideoSettings(MediaSettings):
                 "give frames as pictures"
             )
         resizing = ENCODERS[spec.encoder].resizing
-        if not spec.frames_per_second > 0 or not 2 <= spec.least_frames <= spec.most_frames:
+        in_order = 2 <= spec.least_frames <= spec.most_frames <= _MOST_FRAMES
+        if not spec.frames_per_second > 0 or not in_order:
             raise ValueError(
                 f"found frames-per-second {spec.frames_per_second:g}, least-frames "
                 f"{spec.least_frames:,} and most-frames {spec.most_frames:,}, expected some a "
-                "second, and two frames or more, in order"
+                f"second, and 2 to {_MOST_FRAMES:,} frames, in order"
             )
         return cls(
             placeholder=spec.placeholder or _VIDEO,

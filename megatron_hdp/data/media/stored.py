@@ -83,11 +83,20 @@ class MediaFiles:
         with open(path, "rb", buffering=0) as stream:
             found = os.pread(stream.fileno(), size, offset)
         if len(found) != size:
-            raise MediaError(
-                f"{path}: found {len(found):,} bytes from {offset:,} on, expected {size:,}: the "
-                "file has changed since its source was prepared"
-            )
+            raise MediaError(_has_changed(path, len(found), offset, size))
         return found
+
+    @contextmanager
+    def stream(self, name: str, offset: int, size: int) -> Iterator[BinaryIO]:
+        """Open an item's file, of a table its bytes; as `raw`, but not read as a whole."""
+        path = os.path.join(self.folder, name)
+        if table_of(path) is not None:
+            yield io.BytesIO(self.raw(name, offset, size))
+        elif (found := os.path.getsize(path) - offset) < size:
+            raise MediaError(_has_changed(path, max(found, 0), offset, size))
+        else:
+            with section(path, offset, size) as stream:
+                yield stream
 
     def _of_table(self, path: str, table: Table, row: int, place: int) -> bytes:
         if path not in self._parts:
@@ -108,6 +117,13 @@ class MediaFiles:
             f"{path}, row {row + 1}: found no {self.settings.noun} {place}, expected one: the file "
             "has changed since its source was prepared"
         )
+
+
+def _has_changed(path: str, found: int, offset: int, expected: int) -> str:
+    return (
+        f"{path}: found {found:,} bytes from {offset:,} on, expected {expected:,}: the file has "
+        "changed since its source was prepared"
+    )
 
 
 class StoredItem(ABC):
@@ -292,18 +308,18 @@ class StoredFrames(StoredItem):
         return self._resized(upright_picture(self._files.whole(name), where, most), where)
 
     def _video(self, where: str) -> list[AnyArray]:
-        settings, raw = self._settings, self._files.raw(*self._place)
-        most = settings.most_file_pixels
-        size = size_of_video(io.BytesIO(raw), where, most_pixels=most)
-        seen = settings.sampling.chosen(size, where)
-        if len(seen) != self._size.frames:
-            raise MediaError(
-                f"{where}: found {size.num_frames:,} frames of which {len(seen):,} would be seen, "
-                f"expected {self._size.frames:,}: the file is damaged, or has changed since its "
-                "source was prepared"
-            )
-        found = frames_of_video(raw, where, seen, most_pixels=most)
-        return [self._resized(one, where) for one in found]
+        settings, most = self._settings, self._settings.most_file_pixels
+        with self._files.stream(*self._place) as stream:
+            size = size_of_video(stream, where, most_pixels=most)
+            seen = settings.sampling.chosen(size, where)
+            if len(seen) != self._size.frames:
+                raise MediaError(
+                    f"{where}: found {size.num_frames:,} frames of which {len(seen):,} would be "
+                    f"seen, expected {self._size.frames:,}: the file is damaged, or has changed "
+                    "since its source was prepared"
+                )
+            frames = frames_of_video(stream, where, seen, most_pixels=most)
+            return [self._resized(one, where) for one in frames]
 
     def _resized(self, frame: Any, where: str) -> AnyArray:
         if frame.size != (self.width, self.height):

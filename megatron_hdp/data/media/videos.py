@@ -6,7 +6,6 @@ what a picture would.
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -17,11 +16,12 @@ import numpy as np
 
 from megatron_hdp.arrays import AnyArray, Float32Array, Int64Array
 from megatron_hdp.data.media.headers import animation_of
+from megatron_hdp.data.media.movies import is_movie, movie_frames, movie_size
 from megatron_hdp.data.media.pictures import colours_of, cut
 from megatron_hdp.data.media.sizes import MediaError, opened, size_of_picture
 from megatron_hdp.media import Resizing
 
-MOST_FRAMES = 2**16 - 1
+MOST_FRAMES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,26 @@ def size_of_video(stream: BinaryIO, name: str, *, most_pixels: int) -> VideoSize
 
     Raises:
         MediaError: it is no video that is read here, its header is damaged, it is too large.
+        ModuleNotFoundError: it is neither GIF nor WebP, and PyAV is not installed.
     """
-    found = animation_of(stream)
-    if found is None:
+    if is_movie(stream):
+        found = VideoSize(*movie_size(stream, name))
+    elif (animation := animation_of(stream)) is not None:
+        height, width, durations = animation
+        rate = len(durations) / sum(durations) if durations else 1.0
+        found = VideoSize(height, width, len(durations), rate)
+    else:
         raise MediaError(
-            f"{name}: found no video that is read here, expected a GIF or WebP of several frames, "
-            "or a list of frames: save it as one, or leave it out"
+            f"{name}: found no video that is read here, expected MP4, MOV, MKV, WebM, AVI, a GIF "
+            "or WebP of several frames, or a list of frames: save it as one, or leave it out"
         )
-    height, width, durations = found
-    if not durations or len(durations) > MOST_FRAMES or height * width > most_pixels:
+    if not 1 <= found.num_frames <= MOST_FRAMES or found.height * found.width > most_pixels:
         raise MediaError(
-            f"{name}: found {len(durations):,} frames of {height:,} x {width:,} pixels, expected 1 "
-            f"to {MOST_FRAMES:,} of at most {most_pixels:,}: cut it, make it smaller, leave it "
-            "out, or raise most-file-pixels"
+            f"{name}: found {found.num_frames:,} frames of {found.height:,} x {found.width:,} "
+            f"pixels, expected 1 to {MOST_FRAMES:,} of at most {most_pixels:,}: cut it, make it "
+            "smaller, leave it out, or raise most-file-pixels"
         )
-    return VideoSize(height, width, len(durations), len(durations) / sum(durations))
+    return found
 
 
 def size_of_frames(
@@ -124,21 +129,24 @@ def size_of_frames(
 
 
 def frames_of_video(
-    raw: bytes, name: str, chosen: Int64Array, *, most_pixels: int
+    stream: BinaryIO, name: str, chosen: Int64Array, *, most_pixels: int
 ) -> Iterator[Any]:
     """Yield some frames of a video, as Pillow's pictures in colours.
 
     Args:
-        raw: the bytes of its file.
+        stream: its file, which can seek; it stands anywhere.
         name: what an error calls it.
         chosen: numbers of frames, rising.
         most_pixels: of a frame.
 
     Raises:
         MediaError: it is damaged.
-        ModuleNotFoundError: Pillow is not installed.
+        ModuleNotFoundError: Pillow or PyAV is not installed, and needed for it.
     """
-    with opened(io.BytesIO(raw), name, most_pixels) as image:
+    if is_movie(stream):
+        yield from movie_frames(stream, name, chosen, most_pixels)
+        return
+    with opened(stream, name, most_pixels) as image:
         for number in chosen.tolist():
             image.seek(number)
             yield colours_of(image, name)

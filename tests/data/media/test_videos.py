@@ -2,6 +2,7 @@
 
 import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -217,18 +218,14 @@ def _frame(image: Image.Image, number: int) -> Image.Image:
     return image.convert("RGB")
 
 
-def test_transparent_frames_are_white_behind() -> None:
+def test_transparent_frames_are_white_behind(tmp_path: Path) -> None:
     """As pictures are."""
     clear = Image.new("RGBA", (56, 56), (9, 9, 9, 0))
     raw = videos.as_file([clear, drawn(56, 56, 1)], "WEBP")
+    (tmp_path / "x").write_bytes(raw)
     mine = settings("qwen2.5-vl", **SMALL)
     (size,) = mine.sizes_of(io.BytesIO(raw), "x")
-
-    class Here(MediaFiles):
-        def raw(self, name: str, offset: int, size: int) -> bytes:
-            return raw
-
-    values = stored_item(Here(".", mine), ("x", 0, len(raw)), size).array
+    values = stored_item(MediaFiles(str(tmp_path), mine), ("x", 0, len(raw)), size).array
     by_frame = values.reshape(-1, 3, 2, 14 * 14)
     assert (by_frame[:, :, 0] == 255).all() and not (by_frame[:, :, 1] == 255).all()
 
@@ -353,6 +350,29 @@ def test_prepared_videos_are_found_again(folder: Path) -> None:
     assert np.diff(parts["token"]).tolist() == [1]
     assert items.of(0)["frames"].tolist() == [5, 5, 5]  # a list
     assert items.name(int(items.of(0)[2]["file"])) == f"videos/0/4.png{BETWEEN}"
+
+
+@SLOW
+def test_videos_of_a_tar(folder: Path) -> None:
+    """Found by their names, read by their content."""
+    with tarfile.open(folder / "x.tar", "w") as tar:
+        for number in range(3):
+            tar.add(folder / videos.name(number), f"{number}.mp4")
+            (folder / "caption").write_text("a film")
+            tar.add(folder / "caption", f"{number}.txt")
+    mine, options = spec("qwen3-vl", **SMALL), {"format": "chat", "template": "chatml"}
+    tokenizer = sources.tokenizer(folder, videos.TOKENS)
+    made = run(folder / "x.tar", folder / "cache", media=mine, tokenizer=tokenizer, **options)
+    items = Items.beside(made.prefix)
+    assert items is not None and items.name(0) == "x.tar"
+    files = MediaFiles(str(folder), settings("qwen3-vl", **SMALL))
+    for number in range(3):
+        (first, *_), path = items.of(number), folder / videos.name(number)
+        place = int(first["offset"]), int(first["size"])
+        assert files.raw("x.tar", *place) == path.read_bytes()
+        size = ItemSize(*(int(first[key]) for key in ("height", "width", "frames", "part")))
+        stored = stored_item(files, ("x.tar", *place), size)
+        assert stored.array.shape == stored.shape
 
 
 @pytest.mark.parametrize(

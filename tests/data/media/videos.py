@@ -45,6 +45,25 @@ def as_file(pictures: list[Image.Image], form: str, duration: int | list[int] = 
     return stream.getvalue()
 
 
+def as_movie(
+    pictures: list[Image.Image], form: str, codec: str = "mpeg4", rate: int = 5, turned: int = 0
+) -> bytes:
+    """An MP4, MOV, MKV, WebM or AVI, by PyAV."""
+    import av
+
+    stream = io.BytesIO()
+    with av.open(stream, "w", format=form) as file:
+        track = file.add_stream(codec, rate=rate)
+        track.width, track.height = pictures[0].size
+        track.pix_fmt = "yuv420p"
+        if turned:
+            track.set_display_rotation(turned)
+        for one in [*pictures, None]:
+            frame = None if one is None else av.VideoFrame.from_image(one)
+            file.mux(track.encode(frame))
+    return stream.getvalue()
+
+
 def name(number: int) -> str:
     """Of a file; those of other formats have its number, too."""
     return f"videos/{number}.{FORMATS[number % len(FORMATS)].lower()}"
