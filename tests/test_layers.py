@@ -79,7 +79,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "megatron/step": {
         *{"megatron", "megatron/options", "megatron/model", "megatron/execution"},
-        *{"megatron/media", "planner", "data", "data_plane", "simulator", "runtime"},
+        *{"megatron/checkpoint", "megatron/media"},
+        *{"planner", "data", "data_plane", "simulator", "runtime"},
     },
     "megatron/world": {
         *{"megatron", "megatron/options", "megatron/optimizer", "megatron/execution"},

@@ -19,15 +19,17 @@ from megatron_hdp.megatron.execution import make_parameters_whole
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import (
     EvaluationLoss,
+    HdpSteps,
     NonFiniteError,
+    Reference,
     StepReport,
+    StepsLeft,
     non_finite_parameters,
 )
 from megatron_hdp.options import flag_of
 from megatron_hdp.runtime.health import Heartbeat, StopSignals, fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT, CHECKPOINT, OPTIMIZER, START, Timeline
 from megatron_hdp.training.metrics import StepMetrics, log_line
-from megatron_hdp.training.reference import add_references
 from megatron_hdp.training.step_outputs import StepOutputs
 from megatron_hdp.training.training_job import TrainingJob, build_training_job
 
@@ -59,12 +61,30 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             job = build_training_job(arguments, timeline)
             ending.enter_context(closing(job.checkpoints))
             progress = job.load()
-        add_references(job, progress, lambda: signals.agreed(parallel.compute_device()) is not None)
+        Reference(arguments, job.chunks, checksums=arguments.checkpoint_checksums).add(
+            _steps_left(job, progress),
+            lambda: signals.agreed(parallel.compute_device()) is not None,
+        )
         records = _train(job, progress, heartbeat, signals)
         with timeline.span(CHECKPOINT):
             job.checkpoints.finish()
     parallel.finish()
     return records
+
+
+def _steps_left(job: TrainingJob, progress: Progress) -> list[StepsLeft]:
+    """Of training, and of one evaluation, which begins anew each time."""
+    arguments = job.arguments
+    left = arguments.train_iters - progress.iteration
+    given = [
+        (job.training, progress.position, left),
+        (job.validation, Position(), arguments.eval_iters),
+    ]
+    return [
+        StepsLeft(steps, position, count)
+        for steps, position, count in given
+        if isinstance(steps, HdpSteps)
+    ]
 
 
 def _train(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_hdp.megatron.lm.releases import installed_version, release_of
@@ -30,6 +31,7 @@ from megatron_hdp.megatron.options import (
     check_media,
     check_moe,
     check_mtp,
+    check_preferences,
     check_windows,
     given_preferences,
     growth_of,
@@ -47,6 +49,7 @@ from megatron_hdp.options import (
     add_options,
     check_values,
     flag_of,
+    no_effect,
 )
 from megatron_hdp.runtime.epochs import keys, nccl
 
@@ -196,11 +199,8 @@ def refuse_in_yaml(args: Any, command_line: Sequence[str]) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Checks HDP's flags with Megatron's, before Megatron derives anything from its own."""
-    if given := given_preferences(args):
-        raise OptionError(
-            f"{flag_of(given[0])}: found it in a Megatron-LM checkout, expected the loss of the "
-            "next token, which its script computes: use python -m megatron_hdp.pretrain_gpt"
-        )
+    if not args.hybrid_data_parallel and (given := given_preferences(args)):
+        raise no_effect(flag_of(given[0]), "--hybrid-data-parallel")
     check_media(args)
     beside = {
         "--lora-rank": args.lora_rank is not None,
@@ -409,6 +409,7 @@ def _check_interleaved_schedule(args: argparse.Namespace) -> None:
 def check_derived(args: argparse.Namespace) -> None:
     """Checks what Megatron has derived in a run under HDP, by the standalone trainer's rules."""
     arguments = training_arguments(args)
+    check_preferences(arguments)
     growth_of(arguments)
     check_layout(arguments)
     check_windows(arguments)
@@ -472,3 +473,10 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         return TrainingArguments(**values)
     values["num_virtual_stages_per_pipeline_rank"] = None  # derived from the pattern's bars
     return HybridArguments(**values | options_of_pattern(pattern))
+
+
+def with_paths(arguments: TrainingArguments, args: argparse.Namespace) -> TrainingArguments:
+    """With Megatron's folders of checkpoints, which HDP reads and writes of itself nowhere else."""
+    paths = (getattr(args, name, None) for name in ("save", "pretrained_checkpoint"))
+    save, pretrained = (Path(one) if one else None for one in paths)
+    return replace(arguments, save=save, pretrained_checkpoint=pretrained)

@@ -35,7 +35,9 @@ from megatron_hdp.megatron.parallel import compute_device, say
 from megatron_hdp.megatron.step import (
     EvaluationLoss,
     HdpSteps,
+    Reference,
     StepReport,
+    StepsLeft,
     batch_size_of,
     build_executor,
     cost_model_of,
@@ -132,6 +134,7 @@ class LmRun:
         self._validated: list[StepReport] = []
         self._evaluation: EvaluationLoss | None = None
         self._executor: HdpExecutor | None = None
+        self._reference: Reference | None = None
         self._cost_model: CostModel | None = None
         self._plane = None if joins else join_data_plane(self.arguments)
         self._is_interrupted = False
@@ -186,6 +189,7 @@ class LmRun:
             self._begin_step(steps, model)
         count = self._count(split)
         position = self._position(split, count)
+        self._refer(split, steps, position)
         done = self.done if is_training else None
         report = steps.run(position, forward_only) if done is None else done
         following = count + self._size(split, count)
@@ -281,6 +285,17 @@ class LmRun:
         if plane is not None:
             plane.close()
 
+    def _refer(self, split: str, steps: HdpSteps, position: Position) -> None:
+        """Before training, and before each evaluation, the reference says what it needs of them."""
+        if steps.preferences is None:
+            return
+        is_first = not self._validated if split == "valid" else steps.latest is None
+        if is_first:
+            of_all = {"train": self.args.train_iters - self.args.curr_iteration}
+            count = of_all.get(split, self.args.eval_iters)
+            assert self._reference is not None, "it is there with the executor"
+            self._reference.add([StepsLeft(steps, position, count)])
+
     def _begin_step(self, steps: HdpSteps, chunks: list[Any]) -> None:
         step = self.args.curr_iteration + 1
         if self._outputs is None:
@@ -364,6 +379,8 @@ class LmRun:
         if self._executor is None or self._cost_model is None:
             with torch.enable_grad():  # kernels are tried, though the first step may evaluate
                 self._use(build_executor(self.arguments, chunks, self._job.timeline))
+            arguments = options.with_paths(self.arguments, self.args)
+            self._reference = Reference(arguments, chunks, checksums=False)
             assert self._executor is not None and self._cost_model is not None
             self._executor._config.grad_sync_func = None  # a step reduces once, after the last one
         if split not in self._steps:

@@ -46,7 +46,7 @@ from megatron_hdp.megatron.options.position_checks import (
     other_positions,
     position_record,
 )
-from megatron_hdp.megatron.options.preference_checks import given_preferences
+from megatron_hdp.megatron.options.preference_checks import check_preferences, given_preferences
 from megatron_hdp.megatron.options.shape import (
     cost_model_of_job,
     job_of,
@@ -78,6 +78,7 @@ __all__ = [
     "check_moe",
     "check_mtp",
     "check_positions",
+    "check_preferences",
     "check_windows",
     "cost_model_of_job",
     "expert_domain_size",

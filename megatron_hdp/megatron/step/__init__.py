@@ -30,6 +30,7 @@ from megatron_hdp.megatron.step.preparation import (
     plan_settings,
     reader_of,
 )
+from megatron_hdp.megatron.step.reference import Reference, StepsLeft
 from megatron_hdp.megatron.step.reference_sums import ReferenceSums
 from megatron_hdp.megatron.step.setup import build_executor, cost_model_of
 from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
@@ -40,10 +41,12 @@ __all__ = [
     "HdpSteps",
     "NonFinite",
     "NonFiniteError",
+    "Reference",
     "ReferenceSums",
     "SourceFigures",
     "StepFigures",
     "StepReport",
+    "StepsLeft",
     "StockSteps",
     "batch_size_of",
     "build_datasets",

@@ -256,8 +256,9 @@ class StepPreferences:
         sums = table.sums[taken] - self._of_reference(sources, documents)
         sums.requires_grad_()
         sides = self._sides(sources, documents)
-        losses, rewards = self.objective.losses(sums, table.counts[taken], sides)
-        (slopes,) = torch.autograd.grad(losses.sum(), sums)
+        with torch.enable_grad():  # an evaluation may have none
+            losses, rewards = self.objective.losses(sums, table.counts[taken], sides)
+            (slopes,) = torch.autograd.grad(losses.sum(), sums)
         weights = torch.zeros_like(table.sums)
         # the step divides by its loss tokens, by which the losses of routers are means, too
         weights[taken] = -slopes * (max(loss_tokens, 1) / len(losses))

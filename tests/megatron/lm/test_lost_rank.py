@@ -272,7 +272,7 @@ def test_a_full_disk_behind_a_death_ends_the_job(tmp_path):
     exits = [ExitCode.BLAMES_ANOTHER] * 3
     plan = [surviving(tmp_path, "full", survives=fault, no_room_for=4, exits=exits, steps=8)]
     drive(tmp_path, plan, timeout_s=PATIENCE_S)
-    words = "the checkpoint could not be saved (rank 0: Worker failure: [Errno 28] No space left"
+    words = "the checkpoint could not be saved (rank 0: Worker failure: "
     assert words in log_of(tmp_path, "full")
     assert (tmp_path / "full" / "saved" / TRACKER).read_text() == "2"
     assert [one["step"] for one in lines_of(tmp_path, "full")] == [1, 2, 3, 4]

@@ -181,7 +181,6 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
             "found --hdp-loaders ray beside",
         ),
         ("--hdp-encoder e", {"hidden_dropout": 0.1}, "found --hidden-dropout 0.1, which does not"),
-        ("--hdp-objective dpo", {}, "--hdp-objective: found it in a Megatron-LM checkout"),
         ("--lora-rank 2", BASE | {"ckpt_format": "torch"}, "format torch, expected torch_dist"),
         ("--lora-rank 2", BASE | {"finetune": True}, "and --finetune beside it, expected one"),
         # what Megatron-LM's script reads and leaves out
@@ -210,6 +209,8 @@ def test_what_is_on_and_off_by_halves_is_refused():
         options.check(off("--hybrid-data-parallel"))
     with pytest.raises(OptionError, match="no effect without --hybrid-data-parallel"):
         options.check(off("--hdp-strategy static"))
+    with pytest.raises(OptionError, match="-objective has no effect without --hybrid-data-para"):
+        options.check(off("--hdp-objective simpo"))
 
 
 def test_what_a_release_hands_to_the_model_is_not_refused():
