@@ -1,4 +1,4 @@
-"""What the standalone trainer is told of preferences: the loss, and what it measures against."""
+"""What a run is told of preferences: the loss, and what it measures against."""
 
 from __future__ import annotations
 
