@@ -1,4 +1,4 @@
-"""What the standalone trainer is told of pictures and sound: who makes rows of them."""
+"""What a run is told of pictures, videos and sounds: who makes rows of them."""
 
 from __future__ import annotations
 

@@ -177,6 +177,7 @@ class Recovery:
             parallel.enter_job(self._arguments, place)
             return None
         executor = self._world.enter(place)
+        self.membership.has_met()
         # the learning rate of the step that was gone back to
         self._scheduler.step(increment=0)
         self._note(ENTERS)

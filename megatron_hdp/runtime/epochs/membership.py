@@ -70,7 +70,7 @@ class Membership:
         self._communicators = nccl.Communicators()
         self._break_waits = break_waits or self._end_waits
         self._others: set[str] = set()  # sockets that were not made for the epoch, or are called
-        self._num_members = 0
+        self._num_members = 0  # that it may listen for
         self._before_breaking: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._epoch: Epoch | None = None
@@ -104,7 +104,8 @@ class Membership:
         return dist.PrefixStore(f"alone/{self.joins_with[0]}", self._connect())
 
     def offer(self, terms: Terms) -> None:
-        """Says that the job survives from now on, and how."""
+        """Says that the job survives from now on, and how; its first groups are made by then."""
+        self.has_met()
         self._store.set(keys.TERMS, terms.to_json())
         keys.ring(self._store)
 
@@ -133,6 +134,10 @@ class Membership:
             self._others, self._num_members = open_sockets(), len(epoch.members)
         # its own connection: whoever waits there for a dead member is let go, too
         return dist.PrefixStore(f"groups/{epoch.number}", self._connect())
+
+    def has_met(self) -> None:
+        """The epoch's groups are made: this process listens for no other member any more."""
+        self._num_members = 0
 
     def require_ongoing(self) -> None:
         """Asks behind a wait for others whether what it gave counts.
@@ -287,5 +292,6 @@ class Membership:
         """NCCL's own connections are among those that are shut: communicators end before."""
         self._communicators.abort()
         with suppress(OSError):
-            self._others |= call_listeners(self._others, self._num_members)
+            if self._num_members:
+                self._others |= call_listeners(self._others, self._num_members)
             shut_connections(self._spared)
