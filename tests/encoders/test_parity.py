@@ -1,6 +1,7 @@
 """Encoders against transformers: rows, gradients, pixels, positions, names of weights."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megatron_hdp.encoders import LlavaEncoder, Pixels, load_encoder
-from megatron_hdp.media import Patches, Sound
+from megatron_hdp.media import Patches, Sound, row_positions
 from tests.support.vision_models import (
     MODELS,
     drawn_patches,
@@ -75,6 +76,25 @@ def test_rows_and_gradients(name):
         assert (found is None) == (gradient is None), weight
         if found is not None:
             assert distance(found, gradient) < 1e-4, weight
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_pairs_of_frames_make_the_rows_of_their_video(name):
+    """As data have them: each is an item, whose positions continue those of the one before."""
+    model = hugging_face(name)
+    encoder = encoder_of(name, model)
+    (video,) = drawn_patches(encoder, [(3, 8, 12)])
+    video = replace(video, seconds=0.7)
+    parts = [
+        Patches(values, (1, 8, 12), video.seconds, first)
+        for first, values in enumerate(np.split(video.values, 3))
+    ]
+    with torch.no_grad():
+        theirs = rows_of_theirs(name, model, encoder, [video])
+        assert distance(torch.cat([encoder([one]) for one in parts]), theirs) < 1e-5
+    if name == "qwen2.5-vl":  # Qwen3-VL's are separate grids
+        of_parts = row_positions([5, *map(encoder.grid, parts), 4])
+        assert np.array_equal(of_parts, row_positions([5, encoder.grid(video), 4]))
 
 
 @pytest.mark.parametrize("name", MODELS)

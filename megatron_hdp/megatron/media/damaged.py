@@ -1,4 +1,4 @@
-"""Damaged pictures and sounds: their sequences carry no loss in the step, on any rank.
+"""Damaged pictures, videos and sounds: their sequences carry no loss in the step, on any rank.
 
 A size comes from a header when a source is prepared; whether the body is whole is known once it is
 decoded, by the one rank that encodes it.
@@ -56,7 +56,7 @@ def _require_few(batch: ItemHolder, damaged: dict[int, str], most_in_a_row: int)
         in_a_row = in_a_row + 1 if sequence in damaged else 0
         if in_a_row > most_in_a_row:
             raise ValueError(
-                f"the pictures or sounds of {in_a_row} sequences in a row are damaged, the last: "
-                f"{damaged[sequence]}; expected whole ones: copy them again, prepare their source "
-                "again, or raise --hdp-corrupt-limit"
+                f"the pictures, videos or sounds of {in_a_row} sequences in a row are damaged, the "
+                f"last: {damaged[sequence]}; expected whole ones: copy them again, prepare their "
+                "source again, or raise --hdp-corrupt-limit"
             )

@@ -108,7 +108,7 @@ class StepFigures:
     """Share of pairs whose chosen answer has the higher reward; None under ``kto``, too."""
     pairs: int | None = figure("pairs", ",")
     """Pairs, or answers under ``kto``, that were trained; None without ``--hdp-objective``."""
-    media_items: int | None = figure("pictures", ",")
+    media_items: int | None = figure("items", ",")
     """Items of the step that were encoded; None of a step without any."""
     media_rows: int | None = figure("rows", ",")
     """Tokens of the step that they stand for; likewise."""

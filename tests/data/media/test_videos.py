@@ -326,7 +326,7 @@ def test_texts(folder: Path) -> None:
         (videos.asked(["videos/0/0.png", "videos/1/0.png"]), "found frame 2 of 100 x 60 pixels"),
         (videos.asked(["videos/0/0.png"] * 2, fps=0), "found 0 frames a second"),
         (llava("videos/0"), "no video .*videos/0, expected it there"),
-        (llava("videos/0/0.png"), "found no video that is read here, expected a GIF or WebP"),
+        (llava("videos/0/0.png"), "found no video that is read here, expected MP4"),
         (llava(videos.name(9)), "no video .*9.webp, expected it there"),
         (sources.parts("what?", 0), "a part `image`, expected text or a video"),
     ],
