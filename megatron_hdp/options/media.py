@@ -13,14 +13,14 @@ BALANCES = ("home", "replica", "micro-batch", "step")
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOptions:
-    """Pictures and sound."""
+    """Pictures, videos and sound."""
 
     hdp_encoder: Path | None = option(
         None,
         metavar="DIR",
-        help="Folder of a model of pictures or sound as Hugging Face lays it out: its encoder is "
-        "trained with the language model. A checkpoint that is resumed has its weights instead. "
-        "Default: text alone.",
+        help="Folder of a model of pictures, videos or sound as Hugging Face lays it out: its "
+        "encoder is trained with the language model. A checkpoint that is resumed has its weights "
+        "instead. Default: text alone.",
     )
     hdp_encoder_patches: int = option(
         PATCHES_PER_PACK,

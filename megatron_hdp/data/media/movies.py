@@ -43,8 +43,8 @@ def is_movie(stream: BinaryIO) -> bool:
 def movie_size(stream: BinaryIO, name: str) -> tuple[int, int, int, float]:
     """Return height, width, number and rate of the frames of a file's first video.
 
-    Nothing is decoded. Where the header does not tell the number of frames, as Matroska's, their
-    packets are counted.
+    No frame is asked for, though FFmpeg may look into the first ones to know their form. Where the
+    header does not tell the number of frames, as Matroska's, their packets are counted.
 
     Args:
         stream: the file, which can seek; it stands anywhere.

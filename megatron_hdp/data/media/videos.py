@@ -75,7 +75,7 @@ class Sampling:
 
 
 def size_of_video(stream: BinaryIO, name: str, *, most_pixels: int) -> VideoSize:
-    """Return the size of the video in a file; nothing is decoded.
+    """Return the size of the video in a file; no frame is asked for.
 
     Args:
         stream: the file, which can seek; it stands anywhere.
