@@ -129,15 +129,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Without slow tests and a GPU's, Megatron's fused functions are compiled by none but
     tests/megatron/step/test_compilation.py: preparing for it takes a quarter of Megatron's import.
-    Gloo connects two ranks of a group when they first talk, which most of Megatron's never do.
     And properties' tests draw fewer examples.
     """
     config.pluginmanager.register(SkippedLine(config), "skipped-line")
     chosen = config.option.markexpr
     others = ("slow", "gpu")  # on a GPU they are compiled as in a run
     if "not slow" in chosen and not any(one in chosen.replace("not slow", "") for one in others):
-        brief = ("TORCHDYNAMO_DISABLE", "TORCH_GLOO_LAZY_INIT", BRIEF)
-        os.environ.update(dict.fromkeys(brief, "1"))
+        os.environ["TORCHDYNAMO_DISABLE"] = os.environ[BRIEF] = "1"
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:
