@@ -124,13 +124,17 @@ class Campaign:
         self._wanted = wanted[:num_kills]
         self._epoch, self._step, self._killed_at = 0, 0, None
 
+    def _is_hasty(self):
+        """Whether the next one is to die on the way into an epoch, maybe before it runs a step."""
+        return len(self.killed) < len(self._wanted) and self._wanted[len(self.killed)] == "recovery"
+
     def disturb(self, job):
         """Called again and again by the job."""
         epoch, step = job.coordinator.epoch, job.last_step()
         if self._killed_at is not None and step > self._step:
             self.waits_s.append(time.monotonic() - self._killed_at)
             self._killed_at = None
-        if self._killed_at is not None or len(epoch.members) < RANKS:
+        if len(epoch.members) < RANKS or (self._killed_at is not None and not self._is_hasty()):
             return
         if len(self.killed) == self._num_kills:
             if epoch.number > self._epoch:  # the last one was replaced
