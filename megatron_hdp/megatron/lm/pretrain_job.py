@@ -106,7 +106,8 @@ class PretrainJob:
 
 def _of_storage(error: BaseException | None) -> str:
     """Why something could not be written; empty for other errors."""
-    if isinstance(error, CheckpointException):  # all ranks get it, the first one with the causes
+    if isinstance(error, CheckpointException) and error.args[0] != "read":
+        # all ranks get it, the first one with the causes
         causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
         return f"the checkpoint could not be saved ({causes or 'the first rank says why'})"
     return str(error) if error is not None and is_of_a_full_disk(error) else ""
