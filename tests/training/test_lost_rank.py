@@ -225,7 +225,8 @@ def a_rank_of_the_command_dies(tmp_path, num_ranks, spares=0, by=signal.SIGKILL,
     try:
         wait_until(lambda: metrics.exists() and len(lines_of(metrics)) > 3, job)
         wait_until(lambda: len(psutil.Process(job.pid).children()) == num_ranks + spares, job)
-        first, *_ = psutil.Process(job.pid).children()
+        # by time: numbers of processes begin anew, and a spare may have the least
+        first = min(psutil.Process(job.pid).children(), key=psutil.Process.create_time)
         first.send_signal(by)
         code = job.wait(PATIENCE_S)
     finally:
