@@ -95,7 +95,7 @@ class Ownership:
         """The open record of this process and its path."""
         while True:
             dead = self._dead_records()
-            record = self._folder / f"owner-{_number(dead[-1]) + 1 if dead else 1}.json"
+            record = self._folder / f"owner-{max(map(_number, dead), default=0) + 1}.json"
             try:
                 file = os.open(record, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
@@ -103,7 +103,10 @@ class Ownership:
             try:
                 os.write(file, self._me)
                 os.fsync(file)
-                if set(self._records()) <= {*dead, record}:
+                others = [path for path in self._records() if path != record]
+                # by content: another process may have followed the dead one, released the folder,
+                # and a third one have begun at its number
+                if all(_look(path)[1] == dead.get(path) for path in others):
                     for path in dead:
                         path.unlink(missing_ok=True)
                     return file, record
@@ -116,15 +119,17 @@ class Ownership:
             os.close(file)
             sleep(random.uniform(0.0, 2 * _LOOK_S))
 
-    def _dead_records(self) -> list[Path]:
-        """All records once the newest one's process is dead.
+    def _dead_records(self) -> dict[Path, bytes]:
+        """All records and what they hold, once the newest one's process is dead.
 
         Raises:
             ValueError: it lives.
         """
         seen, looks, unchanged = None, 0, 0  # counted, so that no time counts in which this stood
         while records := self._records():
+            held = {path: _look(path)[1] for path in records[:-1]}
             found = _look(records[-1])
+            held[records[-1]] = found[1]
             if _has_ended(found[1]):
                 break
             looks += 1
@@ -140,7 +145,7 @@ class Ownership:
                 self._say(f"{self._folder}: waiting for the end of {_name(found[1])}")
             seen = found
             sleep(_LOOK_S)
-        return records
+        return held if records else {}
 
     def _beat(self) -> None:
         """Renews the record's time until the folder is given up; then removes the record."""

@@ -145,6 +145,25 @@ def test_a_folder_that_cannot_be_made_or_written_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+class LooksAgainError(Exception):
+    """Instead of waiting for a living owner."""
+
+
+def test_a_dead_record_whose_number_begins_anew_is_another_one(tmp_path, looks):
+    """Meanwhile one has followed the dead owner and ended, and a third one has begun at 1."""
+    first, original = write_record(tmp_path, machine=owner._machine()), os.open
+    looks.side_effect = LooksAgainError
+
+    def late(path, *args):
+        first.unlink(missing_ok=True)
+        write_record(tmp_path, pid=os.getppid())
+        return original(path, *args)
+
+    with mock.patch("os.open", late), pytest.raises(LooksAgainError):
+        Ownership(tmp_path)
+    assert records(tmp_path) == ["owner-1.json"]
+
+
 def take_turns(scratch, seed, faulty):
     """A job that starts again and again, and is alone in the folder whenever it owns it."""
     owner.sleep, owner._SILENCE_S = time.sleep, 600.0
