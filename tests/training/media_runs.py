@@ -1,4 +1,4 @@
-"""Runs of the training command over pictures or sounds, with an encoder in the model."""
+"""Runs of the training command over pictures, videos or sounds, with an encoder in the model."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.options import OptionError
 from megatron_hdp.training.loop import pretrain
-from tests.training.runs import run
+from tests.training.runs import largest_difference, run
 
 HIDDEN, HF = 24, "HuggingFaceTokenizer"
 ALONE = {"hdp_tokens_per_rank": 400}
@@ -61,6 +61,23 @@ def losses(arguments):
 
 def trained(run_ranks, arguments, num_ranks=1, **overrides):
     return run_ranks(num_ranks, losses, replace(arguments, **overrides))[0]
+
+
+def require_damage_left_out(run_ranks, whole, path, damaged, healthy=None):
+    """A file that is damaged once its source is prepared leaves with its sequence, on any ranks.
+
+    Args:
+        run_ranks: the fixture.
+        whole: arguments of a run whose first steps draw the file.
+        path: of the file.
+        damaged: its bytes, by those that it had.
+        healthy: steps of the run on one rank; None: they are run.
+    """
+    healthy = healthy or trained(run_ranks, whole, **ALONE)  # prepares while all are whole
+    path.write_bytes(damaged(path.read_bytes()))
+    expected = trained(run_ranks, whole, hdp_corrupt_limit=20, **ALONE)
+    assert largest_difference(healthy, expected) > 1e-3
+    assert largest_difference(trained(run_ranks, whole, 2, hdp_corrupt_limit=20), expected) <= 1e-10
 
 
 def one_sentence(arguments):

@@ -5,7 +5,14 @@ import pytest
 from megatron_hdp.encoders import Qwen3VLEncoder, Qwen25VLEncoder
 from tests.data.media import videos
 from tests.training import test_pictures
-from tests.training.media_runs import ALONE, HIDDEN, media_run, trained, write_encoder
+from tests.training.media_runs import (
+    ALONE,
+    HIDDEN,
+    media_run,
+    require_damage_left_out,
+    trained,
+    write_encoder,
+)
 from tests.training.runs import BUCKETS, SHARDED, largest_difference
 
 pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
@@ -46,13 +53,10 @@ def test_a_run_is_that_of_one_rank(run_ranks, tmp_path, name):
 
 def test_a_damaged_video_leaves_with_its_sequence(run_ranks, tmp_path):
     whole = videos_run(tmp_path, "qwen2.5-vl", steps=3)
-    undamaged = trained(run_ranks, whole, **ALONE)  # prepares while all are whole
     video = tmp_path / videos.name(1)
-    raw = video.read_bytes()
-    video.write_bytes(raw[: len(raw) // 2].ljust(len(raw), b"\0"))
-    expected = trained(run_ranks, whole, hdp_corrupt_limit=20, **ALONE)
-    assert largest_difference(undamaged, expected) > 1e-3
-    assert largest_difference(trained(run_ranks, whole, 2, hdp_corrupt_limit=20), expected) <= 1e-10
+    require_damage_left_out(
+        run_ranks, whole, video, lambda raw: raw[: len(raw) // 2].ljust(len(raw), b"\0")
+    )
 
 
 def test_movies_are_decoded_for_a_run(run_ranks, tmp_path):
@@ -64,10 +68,13 @@ def test_movies_are_decoded_for_a_run(run_ranks, tmp_path):
         (tmp_path / videos.name(number)).write_bytes(movie)
     expected = trained(run_ranks, whole, **ALONE)
     assert largest_difference(trained(run_ranks, whole, 3), expected) <= 1e-10
-    (tmp_path / videos.name(1)).write_bytes(movie.ljust(10_000, b"\0"))
-    damaged = trained(run_ranks, whole, hdp_corrupt_limit=20, **ALONE)
-    assert largest_difference(damaged, expected) > 1e-3
-    assert largest_difference(trained(run_ranks, whole, 2, hdp_corrupt_limit=20), damaged) <= 1e-10
+    require_damage_left_out(
+        run_ranks,
+        whole,
+        tmp_path / videos.name(1),
+        lambda _: movie.ljust(10_000, b"\0"),
+        healthy=expected,
+    )
 
 
 def test_loaders_beside_the_ranks_give_the_same(run_ranks, tmp_path):

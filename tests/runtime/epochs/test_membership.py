@@ -14,7 +14,14 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_hdp.runtime.epochs import Epoch, Membership, NotNamedError, keys, sockets
+from megatron_hdp.runtime.epochs import (
+    Epoch,
+    Membership,
+    NotNamedError,
+    keys,
+    membership,
+    sockets,
+)
 
 
 @pytest.fixture
@@ -137,6 +144,22 @@ def address_of_a_dead_peer(store):
     family = struct.pack("=H", socket.AF_INET)
     (port,) = (one for one in ports if family + one in written)
     return written.replace(family + port, family + b"\xff\xff")
+
+
+def test_own_listeners_are_called_until_the_groups_are_made(store, monkeypatch):
+    called = []
+    monkeypatch.setattr(membership, "shut_connections", lambda spared: None)
+    monkeypatch.setattr(
+        membership, "call_listeners", lambda others, members: called.append(members) or {"met"}
+    )
+    member = Membership(("127.0.0.1", store.port), 0, 30.0)
+    member.enter(name(store, 0, (0, 1)), lambda: None)
+    member._end_waits()
+    assert called == [2] and "met" in member._others  # once each
+    member.has_met()
+    member._end_waits()
+    assert called == [2]
+    member.close()
 
 
 def test_who_listens_for_a_dead_member_is_let_go(store, monkeypatch):
