@@ -22,6 +22,7 @@ from tests.gradient_equivalence.cases import RECOMPUTE
 from tests.support.epochs import Deaths, DiesIn, IsCutOffIn, SurvivingJob
 from tests.support.gradients import EXPERTS, tiny_arguments, write_corpus
 from tests.support.scripts import SCRIPTS
+from tests.support.sources import WEIGHTS, data_file, write_sources
 from tests.training.epoch_traces import read_trace, require_whole
 from tests.training.runs import LENGTHS, curve, flags, lines_of, run
 
@@ -388,6 +389,21 @@ def test_a_rank_dies_in_a_layout(run_ranks, tmp_path, layout):
 
 
 WHOLE = {"hdp_tokens_per_rank": 128}
+
+
+@pytest.mark.slow
+def test_a_rank_dies_in_a_mixture(run_ranks, tmp_path):
+    """All draw the sources of the step again, where the run was in each."""
+    changes = {"data_path": (), "split": None}
+    changes["hdp_data"] = data_file(write_sources(tmp_path), WEIGHTS)
+    faults = {2: BEFORE_THE_VOTE}
+    job = SurvivingJob(surviving(tmp_path, **changes), 3, tmp_path, faults, replaces=True)
+    require_survived(job, job.run())
+    expected = reference(run_ranks, tmp_path, **(changes | WHOLE))
+    require_same_steps(job, expected)
+    drawn = [[list(one["sources"].values()) for one in run] for run in (job.steps(), expected)]
+    counts, wanted = ([[it["tokens"] for it in one] for one in run] for run in drawn)
+    assert counts == wanted and len(wanted[0]) == 3
 
 
 @pytest.mark.slow
