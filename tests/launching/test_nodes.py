@@ -155,8 +155,8 @@ def two_nodes(folder, timeout_s=TIMEOUT_S, least=1):
                 agent.kill()
                 agent.join()
             (folder / "end").touch()
-    for path in folder.glob("rank-*"):
-        assert not job.lives(path.name.split("-")[1]), path
+    for path in folder.glob("rank-*"):  # the kernel kills them, each when it next has the CPU
+        job.until(lambda member=path.name.split("-")[1]: not job.lives(member), timeout_s=60)
 
 
 def test_a_rank_is_replaced_on_the_node_that_lost_it(tmp_path):
