@@ -155,8 +155,9 @@ def two_nodes(folder, timeout_s=TIMEOUT_S, least=1):
                 agent.kill()
                 agent.join()
             (folder / "end").touch()
-    for path in folder.glob("rank-*"):  # the kernel kills them, each when it next has the CPU
-        job.until(lambda member=path.name.split("-")[1]: not job.lives(member), timeout_s=60)
+    members = [path.name.split("-")[1] for path in folder.glob("rank-*")]
+    # the kernel kills them, each when it next has the CPU
+    job.until(lambda: not any(map(job.lives, members)), timeout_s=60)
 
 
 def test_a_rank_is_replaced_on_the_node_that_lost_it(tmp_path):
