@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_hdp.bridge.loop import HdpLoop
 from megatron_hdp.bridge.refusals import require_known
+from megatron_hdp.megatron.checkpoint.checkpoints import new_queue
 from megatron_hdp.megatron.cpu import shim
 from megatron_hdp.megatron.lm.patching import Function, Patch, PatchSet
 from megatron_hdp.megatron.optimizer import torch_adam
@@ -95,6 +96,17 @@ def _load(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
 
 
+def _queue_of_saves(original: Function, state: Any) -> None:
+    checkpoint = state.cfg.checkpoint if state.cfg else None
+    if (
+        state._async_calls_queue is None
+        and checkpoint
+        and checkpoint.save
+        and checkpoint.async_save
+    ):
+        state._async_calls_queue = new_queue()
+
+
 def _patch(target: str, why: str, replacement: Function, *parameters: str) -> Patch:
     names = parameters or None
     return Patch(f"megatron.bridge.training.{target}", why, {_RELEASE: names}, replacement, True)
@@ -115,6 +127,12 @@ PATCHES = PatchSet(
             "checkpointing:_load_checkpoint_from_path",
             "The distributed optimizer can restore torch's Adam",
             _load,
+        ),
+        _patch(
+            "state:GlobalState.initialize_async_checkpoint_worker",
+            "Megatron's persistent writer wants CUDA, and SYS_PTRACE with HDP's allocator",
+            _queue_of_saves,
+            "self",
         ),
     ),
     TESTED,

@@ -55,6 +55,12 @@ def _found(config: Any, forward_step: Any) -> Iterator[str]:
             value = getattr(value, part, known[0])
         if value not in known:
             yield f"found {path} = {value}, expected {known[0]}: {remedy}"
+    saves = getattr(config, "checkpoint", None)
+    if getattr(saves, "async_save", False) and saves.async_strategy != "mcore":
+        yield (
+            f"found checkpoint.async_strategy = {saves.async_strategy} with async_save, expected "
+            "mcore: set that"
+        )
     if config.peft is not None:
         yield from _found_in_adapters(config.peft, config.model)
 

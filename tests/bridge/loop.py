@@ -116,6 +116,7 @@ def configuration(
     pretrained=None,
     lora=None,
     precision=None,
+    beside=False,
     **layout,
 ):
     """Bridge's, for a LLaMA of two layers on CPUs; `layout` over ranks, and other model options.
@@ -131,6 +132,7 @@ def configuration(
         pretrained: folder of checkpoints whose weights training begins with.
         lora: settings of Bridge's adapters.
         precision: a name of Bridge's, as ``bf16_mixed``; without one float32.
+        beside: whether checkpoints are written beside training.
         layout: options of the model.
     """
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
@@ -189,6 +191,8 @@ def configuration(
         checkpoint=of.CheckpointConfig(
             **{"save": save, "load": load, "save_interval": 2, "ckpt_format": "torch_dist"},
             ckpt_step=2 if load else None,
+            async_save=beside,
+            async_strategy="mcore",
             pretrained_checkpoint=pretrained,
         ),
         dist=of.DistributedInitConfig(distributed_backend="gloo"),

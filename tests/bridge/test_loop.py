@@ -61,3 +61,13 @@ def test_packed_sequences_are_trained_as_single_ones(run_ranks, rows):
     found = run_ranks(2, trained, rows, HDP, steps=3, samples=num_packs, packed=True, **LONG)
     for of_rank in found:
         require_same(of_rank, expected)
+
+
+def test_checkpoints_beside_training_are_those_of_their_step(run_ranks, rows, tmp_path):
+    """Asynchronous saves: a run resumed from one repeats its steps bit for bit."""
+    how = {"steps": 4, "sharded": True, "save": str(tmp_path / "checkpoints"), **LONG}
+    found = run_ranks(2, trained, rows, HDP, beside=True, **how)
+    how |= {"save": None, "load": how["save"]}
+    again = run_ranks(2, trained, rows, HDP, **how)
+    for whole, resumed in zip(found, again, strict=True):
+        assert len(whole["steps"]) == 4 and resumed["steps"] == whole["steps"][2:]

@@ -79,9 +79,12 @@ def test_ranks_gather_all_rows(run_ranks):
     assert run_ranks(3, shares) == [(tokens, trained)] * 3
 
 
+PARTS = ("model", "ddp", "dist", "checkpoint")
+
+
 def configuration(**changed):
     """What of Bridge's is looked at, each part with what is known."""
-    found = {"peft": None, **{name: types.SimpleNamespace() for name in ("model", "ddp", "dist")}}
+    found = {"peft": None, **{name: types.SimpleNamespace() for name in PARTS}}
     for path, value in changed.items():
         part, _, name = path.partition(".")
         if name:
@@ -107,9 +110,10 @@ def test_a_configuration_that_would_not_run_as_it_says_is_refused():
         "model.context_parallel_size": 2,
         "ddp.overlap_param_gather": True,
         "peft": "canonical",
+        "checkpoint.async_strategy": "nvrx",
     }
     with pytest.raises(ValueError) as told:
-        require_known(configuration(**changed), forward_step)
+        require_known(configuration(**changed, **{"checkpoint.async_save": True}), forward_step)
     for name in (*changed, "tests.bridge.test_rows.forward_step"):
         assert f"found {'the forward step ' if 'tests' in name else ''}{name}" in str(told.value)
 

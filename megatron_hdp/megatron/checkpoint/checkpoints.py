@@ -61,7 +61,7 @@ class Checkpoints:
         self._folder = None if arguments.save is None else RunFolder(arguments.save, say)
         self._latest = 0  # iteration that was saved or loaded last
         self._under_way = 0  # iteration that is being saved asynchronously
-        self._queue = _new_queue()
+        self._queue = new_queue()
         self.is_owed = False
 
     def load(self) -> Progress:
@@ -96,7 +96,7 @@ class Checkpoints:
             if (writer := call.async_caller.process) is not None:
                 writer.kill()  # and so what it has started, which is bound to it
                 writer.join()
-        self._queue = _new_queue()  # saves are counted anew, as those who join count them
+        self._queue = new_queue()  # saves are counted anew, as those who join count them
 
     def enter(self, progress: Progress) -> None:
         """Continues in another epoch of the job; what was being saved is owed.
@@ -309,6 +309,7 @@ class Checkpoints:
         return f"{reason} ({free:,} bytes were free)"
 
 
-def _new_queue() -> AsyncCallsQueue:
+def new_queue() -> AsyncCallsQueue:
+    """A queue of saves that are written beside training, each by a process of its own."""
     # Megatron's own writer for a save forks this process, which suits the CPU alone.
     return AsyncCallsQueue() if compute_device().type == "cpu" else SavesInNewProcesses()
