@@ -68,7 +68,7 @@ CASES = {
     "float64": Case(THREE, TWO),
     "float64-sharded": Case(THREE, TWO, SHARES),
     "float32-sharded": Case(THREE, TWO, FLOAT32 | SHARES, 2e-6),
-    "bfloat16-sharded": Case(THREE, TWO, BFLOAT16 | SHARDED, 2e-3),
+    "bfloat16-sharded": Case(THREE, TWO, BFLOAT16 | SHARDED, 2e-3, quick=True),
     "to-2": Case(FOUR, TWO, SMALL),
     "to-3-sharded": Case(FOUR, THREE, SMALL | SHARES),
     "to-6": Case(FOUR, SIX, SMALL),

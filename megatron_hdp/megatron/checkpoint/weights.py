@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 
 from megatron_hdp.megatron.adapters import is_adapter, is_of_encoder, require_same_adapters
 from megatron_hdp.megatron.checkpoint import reading
@@ -22,6 +24,7 @@ HAS_ENCODER = "encoder"
 """Where that says whether an encoder is among them."""
 IN_ARGUMENTS = "hdp_adapters"
 """Where arguments of a Megatron-LM checkout, which its checkpoints hold, say the same."""
+_WRAPPERS = (DistributedDataParallel, Float16Module)
 
 
 def saved_adapters(common: dict[str, Any]) -> dict[str, Any] | None:
@@ -77,7 +80,8 @@ def put_weights(
     """
     for key, chunk in _by_key(chunks):
         # of a part without parameters nothing was read; in any other they would be missing
-        found = chunk.module.load_state_dict(content.get(key, {}), strict=False)
+        model = unwrap_model(chunk, _WRAPPERS)  # in 16 bits a wrapper says nothing of keys
+        found = model.load_state_dict(content.get(key, {}), strict=False)
         missing = [
             name
             for name in found.missing_keys
