@@ -34,7 +34,8 @@ def laid_out(
             by_kind[_kind(group)] | {"is_expert_parallel": group["is_expert_parallel"]}
             for group in part.param_groups
         ]
-        own = loaded[number] if len(parts) > 1 else _without(loaded, common)
+        # of a stage without experts their optimizer has no state
+        own = loaded.get(number, {}) if len(parts) > 1 else _without(loaded, common)
         states.append(merge(state, own))
     return dict(enumerate(states)) if len(parts) > 1 else states[0]
 
