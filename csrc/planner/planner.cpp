@@ -70,8 +70,10 @@ std::vector<std::string> strategies() {
 Answer make_plan(const Problem& given, const std::string& strategy) {
   Problem problem = given;
   // the others know none
+  const bool shares_experts = given.expert_ranks > 1;
   const bool is_balanced = strategy == "dp-balance" || strategy == "pp-balance";
-  problem.streams = given.streams && (is_balanced || strategy == "static");
+  const bool knows_streams = shares_experts ? strategy == "ep-balance" : is_balanced;
+  problem.streams = given.streams && (knows_streams || strategy == "static");
   problem.recompute = given.recompute && is_balanced;
   check(problem);
   Answer answer;

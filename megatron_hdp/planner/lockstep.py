@@ -110,6 +110,19 @@ def streams_of(
         of_each[micro_batches] = 1
 
 
+def beside_streams(
+    plan: Plan, slots: Sequence[Int64Array], *, lockstep_ranks: int = 1
+) -> tuple[Plan, list[BoolArray]]:
+    """The plan whose micro-batches beside streams are recomputed; and which slots run twice."""
+    if plan.streams is None:
+        return plan, [np.zeros(len(one), dtype=np.bool_) for one in slots]
+    twice = [one > 0 for one in streams_of(plan, slots, lockstep_ranks=lockstep_ranks)]
+    these = np.concatenate([one[here] for one, here in zip(slots, twice, strict=True)])
+    recomputed = plan.is_recomputed.copy()
+    recomputed[these[these != PADDING]] = True
+    return replace(plan, recomputed=recomputed & ~plan.streams), twice
+
+
 def parts_of(plan: Plan, slots: Int64Array) -> Int64Array:
     """In how many parts each slot's micro-batch runs; padding in one."""
     of_each = np.append(plan.parts_of_each, 1)

@@ -131,9 +131,19 @@ def time_shares(plan: FlatPlan) -> Float64Array:
     begins = np.cumsum(parts) - parts
     for m in np.flatnonzero(plan.is_stream).tolist():
         sizes = sizes_of_parts(plan, m)
-        seen = np.array([size.squares + plan.linear_tokens * size.tokens for size in sizes])
-        if seen.any():  # else all lies whole on its members
-            shares[begins[m] : begins[m] + parts[m]] = seen / seen.sum()
+        if any(size.tokens for size in sizes):  # else all lies whole on its members
+            shares[begins[m] : begins[m] + parts[m]] = _shares_of(sizes, plan.linear_tokens)
+    return shares
+
+
+def shares_of_stream(length: int, num_parts: int, linear_tokens: float) -> Float64Array:
+    """What parts of equal tokens of one sequence take of its time."""
+    return _shares_of(part_sizes([length], num_parts, math.inf), linear_tokens)
+
+
+def _shares_of(sizes: Sequence[PartSize], linear_tokens: float) -> Float64Array:
+    seen = np.array([size.squares + linear_tokens * size.tokens for size in sizes])
+    shares: Float64Array = seen / seen.sum()
     return shares
 
 

@@ -114,11 +114,6 @@ class Problem:
         _check_parts(self.sequence_parts, self.pipeline)
         if type(self.streams) is not bool:
             raise ValueError(f"streams is {self.streams!r}; expected True or False")
-        if self.streams and self.expert_parallel_size > 1:
-            raise ValueError(
-                f"streams with expert_parallel_size {self.expert_parallel_size}; expected 1: leave "
-                "streams out"
-            )
         if self.streams and self.pipeline.stages > 1 and not self.cost_model.input_share:
             raise ValueError(
                 f"streams with {self.pipeline.stages} pipeline stages and a cost model whose "

@@ -145,8 +145,9 @@ def streams() -> dict[str, Case]:
         "experts": (2, joined(EXPERTS)),
         "sums-rings": (4, {"hdp_stream_sums": "model"} | BY_STREAM),
         "experts-shared": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"])),
-        "experts-across": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"], ACROSS)),
-        "experts-across-rings": (4, joined(EXPERTS, EXPERT_MODELS["glm"], ACROSS)),
+        "experts-across": (2, joined(EXPERTS, EXPERT_MODELS["deepseek"], ACROSS, BY_STREAM)),
+        "experts-across-rings": (4, joined(EXPERTS, EXPERT_MODELS["glm"], ACROSS, BY_STREAM)),
+        "experts-across-pp2": (8, joined(EXPERTS, PP2, ACROSS, BY_STREAM)),
         "pp2-virtual": (4, joined(virtual(2), BY_STREAM)),
         "pp4-recompute": (4, joined(PP4, layers(4), RECOMPUTE, BY_STREAM)),
         "pp2-mtp-sums": (4, joined(PP2, MTP, {"hdp_stream_sums": "model"}, BY_STREAM)),
@@ -158,7 +159,8 @@ def streams() -> dict[str, Case]:
     }
     return {
         f"streams/{name}": Case(
-            *(ranks, settings | {"hdp_tokens_per_rank": 32}, (), 3),
+            *(ranks, settings | {"hdp_tokens_per_rank": 32}),
+            *(("auto", "static") if "across" in name else (), 3),
             lengths=LENGTHS,
             streams=16,
             patches=sum(patches, RESERVED),

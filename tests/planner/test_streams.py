@@ -236,7 +236,6 @@ def test_a_stream_takes_the_place_of_a_ring_that_is_slower():
             {"streams": True, "pipeline_stages": 2, "cost_model": CostModel(1.0, 1.0, 1.0)},
             "2 pipeline stages .* input_share is 0",
         ),
-        ({"streams": True, "expert_parallel_size": 2}, "streams with expert_parallel_size 2"),
         ({"streams": True, "strategy": "naive"}, "streams=True with the strategy auto"),
     ],
 )

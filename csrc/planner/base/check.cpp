@@ -172,7 +172,6 @@ std::string remedies(const Problem& problem, int64_t length) {
   if (recomputed > 0) found += ", or recompute=\"auto\", which needs " + with_commas(recomputed);
   other.recompute = problem.recompute;
   other.offload = true;
-  if (problem.expert_ranks > 1) return found;
   other.streams = true;
   if (least_stream_degree(other, length) == 0) return found;
   if (problem.streams) return ", or use offload=\"auto\": what its stream keeps waits on the host";

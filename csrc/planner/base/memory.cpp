@@ -15,8 +15,11 @@ constexpr int64_t kResidentLayers = 2;
 // Ratios are multiples of it: 1 - ratio is then exact, however many layers it is multiplied by.
 constexpr double kRatioStep = 0x1p-32;
 
-// Activations of no bytes are those of a cost model that does not know them: they stay.
+// Activations of no bytes are those of a cost model that does not know them: they stay. So do those
+// that might run beside a stream of another rank of their domain, where no layer's may leave.
 bool may_offload(const Problem& problem) {
+  const bool are_dealt = problem.expert_ranks > 1 && problem.pipeline_stages > 1;
+  if (problem.streams && are_dealt) return false;
   return problem.offload && problem.cost.activation_bytes_per_token > 0 &&
          problem.cost.num_layers > kResidentLayers;
 }

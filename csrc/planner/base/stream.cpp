@@ -1,6 +1,7 @@
 #include "planner/base/stream.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "planner/base/cost_model.hpp"
 #include "planner/base/memory.hpp"
@@ -108,18 +109,23 @@ class InParts {
     std::optional<Stream> host = found(capacity_, 0, fewest);
     if (!host) return std::nullopt;
     const int64_t num_parts = std::min({2 * host->num_parts, units_, kMostParts});
-    const int64_t tokens = ceil_div(units_, num_parts) * on_a_rank_;
-    const double of_a_part = kept_.per_token * static_cast<double>(tokens) + kept_.per_part;
-    const double room = capacity_ - static_cast<double>(tokens);
+    const auto tokens = static_cast<double>(in(num_parts, 0).tokens_on_a_rank);
+    const double of_a_part = kept_.per_token * tokens + kept_.per_part;
+    const double room = capacity_ - tokens;
     const auto on_device = static_cast<int64_t>(
         std::min(room / std::max(of_a_part, 1e-300), static_cast<double>(num_parts - 1)));
     if (on_device > 0) {
-      host = Stream{num_parts, num_parts - on_device, tokens};
+      host = in(num_parts, num_parts - on_device);
     } else {
       host->host_parts = host->num_parts;
     }
     if (host_bytes(problem_.cost, *host, held_) > problem_.host_memory_bytes) return std::nullopt;
     return host;
+  }
+
+  // In so many.
+  Stream in(int64_t num_parts, int64_t host_parts) const {
+    return {num_parts, host_parts, ceil_div(units_, num_parts) * on_a_rank_};
   }
 
   // As `stream_of` says of one stage.
@@ -141,7 +147,7 @@ class InParts {
       if (needed > kMostParts) return std::nullopt;
       if (needed <= num_parts) {
         if (num_parts < 2) return std::nullopt;
-        return Stream{num_parts, 0, ceil_div(units_, num_parts) * on_a_rank_};
+        return in(num_parts, 0);
       }
       num_parts = needed;
     }
@@ -193,6 +199,14 @@ std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t 
     }
   }
   return best;
+}
+
+Stream planned_stream(const Problem& problem, const Plan& plan, int64_t micro_batch) {
+  const int64_t num_parts = plan.parts_of_stream(micro_batch);
+  const double on_host = plan.offload_ratio(micro_batch) * static_cast<double>(num_parts);
+  return InParts(problem, problem.lengths[index(*plan.sharded(micro_batch).begin())],
+                 static_cast<int64_t>(plan.ring(micro_batch).size()))
+      .in(num_parts, std::llround(on_host));
 }
 
 bool may_stream(const Problem& problem, int64_t length, int64_t degree) {

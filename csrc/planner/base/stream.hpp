@@ -30,7 +30,10 @@ struct Stream {
 // soonest.
 std::optional<Stream> stream_of(const Problem& problem, int64_t length, int64_t degree);
 
-// Whether there is one.
+// A micro-batch of a plan that streams, in as many parts as the plan says.
+Stream planned_stream(const Problem& problem, const Plan& plan, int64_t micro_batch);
+
+// Whether a sequence may stream so.
 bool may_stream(const Problem& problem, int64_t length, int64_t degree);
 
 // What part of a stream's time goes with the square of its tokens. Its parts have equal tokens, so

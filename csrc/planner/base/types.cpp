@@ -27,9 +27,13 @@ void Plan::add(const std::vector<int32_t>& ring, const std::vector<SequenceId>& 
 
 void Plan::add_stream(const std::vector<int32_t>& ring, SequenceId sequence, int64_t num_parts,
                       int64_t host_parts) {
-  stream_parts.resize(index(num_micro_batches()));
-  stream_parts.push_back(static_cast<int32_t>(num_parts));
   add(ring, {sequence}, static_cast<double>(host_parts) / static_cast<double>(num_parts));
+  stream_last(num_parts);
+}
+
+void Plan::stream_last(int64_t num_parts) {
+  stream_parts.resize(index(num_micro_batches()));
+  stream_parts.back() = static_cast<int32_t>(num_parts);
 }
 
 void Plan::recompute_last() {

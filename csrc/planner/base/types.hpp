@@ -196,6 +196,9 @@ struct Plan {
   void add_stream(const std::vector<int32_t>& ring, SequenceId sequence, int64_t num_parts,
                   int64_t host_parts);
 
+  // The micro-batch added last streams.
+  void stream_last(int64_t num_parts);
+
   // The micro-batch added last is computed again in backward.
   void recompute_last();
 

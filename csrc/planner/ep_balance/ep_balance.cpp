@@ -9,6 +9,7 @@
 #include "planner/base/memory.hpp"
 #include "planner/base/slices.hpp"
 #include "planner/base/sorting.hpp"
+#include "planner/base/stream.hpp"
 #include "planner/dp_balance/dp_balance.hpp"
 #include "planner/ep_balance/rows.hpp"
 #include "planner/pp_balance/pp_balance.hpp"
@@ -36,9 +37,10 @@ struct DomainPlan {
   struct Part {
     std::vector<int32_t> domains;
     std::vector<SequenceId> sequences;
+    bool is_alone = false;  // on all ranks of the domains, as a stream or offloaded
   };
   std::vector<Part> parts;           // in launch order
-  std::vector<SequenceId> too_long;  // that fit on no ring of whole domains without offload
+  std::vector<SequenceId> too_long;  // that no ring of whole domains holds
 };
 
 // A domain computes as its ranks together, but each of them receives all that a ring sends.
@@ -124,18 +126,19 @@ class Stretches {
 // The parts of the first draft for domains in the place of ranks; `ids`: what its sequences are in
 // the problem.
 std::vector<DomainPlan::Part> parts_of(const Problem& domains, const std::vector<SequenceId>& ids) {
-  const Batch batch(domains);
+  const Batch batch(domains, domains.streams);
   const Plan plan = first_draft(batch);
   std::vector<DomainPlan::Part> parts;
   Stretches stretches(index(domains.num_ranks), ids.size());
   for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
     const Span ring = plan.ring(m);
     const Span sharded = plan.sharded(m);
-    if (ring.size() == 1) {
+    const bool is_alone = plan.parts_of_stream(m) > 0 || plan.offload_ratio(m) > 0;
+    if (ring.size() == 1 && !is_alone) {
       for (const SequenceId sequence : sharded) stretches.add(*ring.first, sequence);
     } else if (sharded.size() > 0) {
       for (const int32_t domain : ring) stretches.end(domain, parts);
-      parts.push_back({{ring.first, ring.last}, {}});
+      parts.push_back({{ring.first, ring.last}, {}, is_alone});
       for (const SequenceId sequence : sharded) {
         parts.back().sequences.push_back(ids[index(sequence)]);
       }
@@ -151,8 +154,9 @@ std::vector<DomainPlan::Part> parts_of(const Problem& domains, const std::vector
 
 // The problem whose ranks are the domains, as dp-balance drafts it: capacity and speed of all of
 // their ranks. g is not counted: domains fill their positions afterwards. So other drafts, which
-// differ in what micro-batches cost, and other strategies' plans are not worth their time.
-DomainPlan plan_domains(const Problem& problem) {
+// differ in what micro-batches cost, and other strategies' plans are not worth their time. With
+// `few` long sequences begin as streams on few domains; else those alone stream that no ring holds.
+DomainPlan plan_domains(const Problem& problem, bool few) {
   DomainPlan result;
   const int64_t size = problem.expert_ranks;
   const int64_t num_domains = problem.num_ranks / size;
@@ -191,6 +195,9 @@ DomainPlan plan_domains(const Problem& problem) {
   domains.effort = problem.effort;
   domains.speeds = speeds_of_domains(problem);
   domains.cost = cost_of_domain(problem.cost, size);
+  domains.streams = few;
+  domains.offload = few && problem.offload;
+  domains.host_memory_bytes = static_cast<double>(size) * problem.host_memory_bytes;
   result.parts = parts_of(domains, ids);
   return result;
 }
@@ -203,14 +210,16 @@ class Builder {
         dense_(dense_of(problem)),
         counts_(index(problem.num_ranks / problem.expert_ranks), 0) {}
 
-  Plan run() {
-    const DomainPlan domains = plan_domains(problem_);
+  Plan run(bool few = false) {
+    const DomainPlan domains = plan_domains(problem_, few);
     for (const SequenceId id : domains.too_long) add_too_long(id);
     for (const DomainPlan::Part& part : domains.parts) {
-      if (part.domains.size() == 1) {
+      if (part.is_alone) {
+        add_alone(part.sequences.front(), ranks_of(part.domains));
+      } else if (part.domains.size() == 1) {
         deal(part.domains[0], part.sequences);
       } else {
-        add_ring(ranks_of(part.domains), part.sequences, 0);
+        add_ring(ranks_of(part.domains), part.sequences);
       }
     }
     return made_.sorted();
@@ -227,24 +236,42 @@ class Builder {
   }
 
   // A ring at the first position that is free in all of its domains.
-  void add_ring(const std::vector<int32_t>& ranks, const std::vector<SequenceId>& sequences,
-                double ratio) {
+  void add_ring(const std::vector<int32_t>& ranks, const std::vector<SequenceId>& sequences) {
+    made_.add(next_position(ranks), ranks, sequences, 0);
+  }
+
+  void add_alone(SequenceId id, const std::vector<int32_t>& ranks) {
+    if (fits(id, static_cast<int64_t>(ranks.size()))) {
+      made_.add_alone(next_position(ranks), problem_, ranks, id);
+    } else {
+      add_too_long(id);
+    }
+  }
+
+  bool fits(SequenceId id, int64_t degree) const {
+    const int64_t length = problem_.lengths[index(id)];
+    return offload_ratio(problem_, length, degree) || may_stream(problem_, length, degree);
+  }
+
+  int32_t next_position(const std::vector<int32_t>& ranks) {
     int32_t position = 0;
     for (const int32_t rank : ranks) position = std::max(position, count_of(rank));
     for (const int32_t rank : ranks) count_of(rank) = position + 1;
-    made_.add(position, ranks, sequences, ratio);
+    return position;
   }
 
   int32_t& count_of(int32_t rank) { return counts_[index(rank / problem_.expert_ranks)]; }
 
-  // On all ranks, or on the least number that memory allows, as activations leave the ranks.
+  // On all ranks, or on the least number that memory allows: activations leave the ranks, or the
+  // sequence streams.
   void add_too_long(SequenceId id) {
     const int64_t length = problem_.lengths[index(id)];
     int64_t degree = problem_.num_ranks;
-    if (!offload_ratio(problem_, length, degree)) degree = least_degree(problem_, length);
+    if (!fits(id, degree)) degree = least_degree(problem_, length);
+    if (!fits(id, degree)) degree = least_stream_degree(problem_, length);
     std::vector<int32_t> ranks(index(degree));
     std::iota(ranks.begin(), ranks.end(), 0);
-    add_ring(ranks, {id}, *offload_ratio(problem_, length, degree));
+    add_alone(id, ranks);
   }
 
   // Whole sequences of a domain, longest first, into its next positions.
@@ -270,24 +297,36 @@ class Builder {
   MicroBatches made_;
 };
 
+Problem without_streams(const Problem& problem) {
+  Problem whole = problem;
+  whole.streams = false;
+  return whole;
+}
+
 Plan of_pipelines(const Problem& problem) {
   if (problem.expert_ranks == 1) return pp_balance(problem);
-  const auto planned = [&](int64_t parts) {
+  Plan best;
+  double least_s = kInfinity;
+  const auto offer = [&](int64_t parts, bool streams) {
     Problem known = problem;
     known.sequence_parts = parts;
+    known.streams = streams;
     Plan plan = pp_balance(known);
     plan.positions = aligned_positions(problem, plan);
     if (plan.num_parts.empty()) choose_parts(problem, plan);
-    return plan;
+    const double makespan_s = run_together(problem, plan).makespan_s(problem);
+    if (makespan_s >= least_s) return;
+    least_s = makespan_s;
+    best = std::move(plan);
   };
-  Plan whole = planned(1);
-  if (!may_run_in_parts(problem)) return whole;
-  // plans in parts are made as if no rank waited for its domain: the other may be the faster
-  Plan in_parts = planned(problem.sequence_parts);
-  const auto makespan_s = [&](const Plan& plan) {
-    return run_together(problem, plan).makespan_s(problem);
-  };
-  return makespan_s(in_parts) < makespan_s(whole) ? std::move(in_parts) : std::move(whole);
+  // plans in parts, or with streams, are made as if no rank waited for its domain: others may be
+  // faster
+  for (const bool streams : {false, true}) {
+    if (streams ? !problem.streams : !rings_hold_all(without_streams(problem))) continue;
+    offer(1, streams);
+    if (may_run_in_parts(problem)) offer(problem.sequence_parts, streams);
+  }
+  return best;
 }
 
 }  // namespace
@@ -295,7 +334,13 @@ Plan of_pipelines(const Problem& problem) {
 Plan ep_balance(const Problem& problem) {
   if (problem.pipeline_stages > 1) return of_pipelines(problem);
   if (problem.expert_ranks == 1) return dp_balance(problem).plan;
-  return Builder(problem).run();
+  Plan plan = Builder(problem).run();
+  if (!problem.streams) return plan;
+  Plan of_few = Builder(problem).run(true);
+  const auto makespan_s = [&](const Plan& made) {
+    return simulate_lockstep(problem, made).makespan_s;
+  };
+  return makespan_s(of_few) < makespan_s(plan) ? of_few : plan;
 }
 
 }  // namespace hdp

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/schedule/ways.hpp"
 
 namespace hdp {
 namespace {
@@ -358,6 +359,12 @@ void MicroBatches::add(int32_t position, const std::vector<int32_t>& ranks,
   made_.positions.push_back(position);
 }
 
+void MicroBatches::add_alone(int32_t position, const Problem& problem,
+                             const std::vector<int32_t>& ranks, SequenceId sequence) {
+  add_sequence(problem, ranks, sequence, made_);
+  made_.positions.push_back(position);
+}
+
 // A ring, or else a micro-batch of each rank that has sequences.
 void MicroBatches::add(int32_t position, const Row& row, const RankGroup& group,
                        const Items& items) {
@@ -406,6 +413,7 @@ Plan MicroBatches::sorted() const {
     ranks.assign(made_.ring(m).first, made_.ring(m).last);
     sequences.assign(made_.sharded(m).first, made_.sharded(m).last);
     plan.add(ranks, sequences, made_.offload_ratio(m));
+    if (made_.parts_of_stream(m) > 0) plan.stream_last(made_.parts_of_stream(m));
     const Locals& locals = made_.locals;
     const int32_t first = made_.local_offset(m);
     const int32_t last = made_.local_offset(m + 1);

@@ -132,6 +132,10 @@ class MicroBatches {
   void add(int32_t position, const std::vector<int32_t>& ranks,
            const std::vector<SequenceId>& sequences, double offload_ratio);
 
+  // A sequence in the way in which it fits on these ranks, see add_sequence().
+  void add_alone(int32_t position, const Problem& problem, const std::vector<int32_t>& ranks,
+                 SequenceId sequence);
+
   // What the groups have placed.
   void add(int32_t position, const Row& row, const Items& items) {
     for (const RankGroup& group : row.groups) add(position, row, group, items);

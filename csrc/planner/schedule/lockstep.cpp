@@ -2,6 +2,7 @@
 #include <numeric>
 
 #include "planner/base/cost_model.hpp"
+#include "planner/base/stream.hpp"
 #include "planner/schedule/schedule.hpp"
 
 namespace hdp {
@@ -23,6 +24,8 @@ class Grid {
     counts_.assign(index(num_domains_), 1);
     parents_.resize(dense_s_.size());
     std::iota(parents_.begin(), parents_.end(), std::size_t{0});
+    for (int64_t m = 0; m < plan.num_micro_batches(); ++m) lay_out(m);
+    if (!plan.stream_parts.empty()) mark_streams();
   }
 
   Schedule run() {
@@ -39,7 +42,7 @@ class Grid {
 
   // What the micro-batches are; makespan and positions are left out. Comes before all_together().
   Schedule load() {
-    return sum_of_loads(without_experts(problem_), plan_,
+    return sum_of_loads(without_experts(problem_), twice_.empty() ? plan_ : beside_streams(),
                         [&](int64_t m, double seconds) { add(m, seconds); });
   }
 
@@ -70,11 +73,20 @@ class Grid {
     }
     std::vector<int32_t>& num_parts = together.passing.num_parts;
     num_parts.assign(together.seconds.size(), 1);
+    if (!twice_.empty()) {
+      together.passing.twice.resize(together.seconds.size(), false);
+      together.passing.growth.resize(together.seconds.size(), 0);
+    }
     for (int64_t m = 0; m < plan_.num_micro_batches(); ++m) {
       const std::size_t group = group_of[cell(m, *plan_.ring(m).first)];
       together.of_micro_batch.push_back(group);
       int32_t& parts = num_parts[group];
       parts = std::max(parts, static_cast<int32_t>(plan_.parts(m)));
+      if (plan_.parts_of_stream(m) == 0) continue;
+      const int64_t length = problem_.lengths[index(*plan_.sharded(m).begin())];
+      double& growth = together.passing.growth[group];
+      growth = std::max(growth, growth_of_stream(problem_, length));
+      together.passing.twice[group] = true;
     }
     return together;
   }
@@ -84,21 +96,50 @@ class Grid {
     return index(positions_[index(m)] * num_domains_ + rank / problem_.expert_ranks);
   }
 
+  // Who runs what where, and which domains a ring ties.
+  void lay_out(int64_t m) {
+    const Span ring = plan_.ring(m);
+    const std::size_t begin = cell(m, *ring.first);
+    for (const int32_t rank : ring) {
+      const std::size_t here = cell(m, rank);
+      runs_[index(positions_[index(m)] * problem_.num_ranks + rank)] = true;
+      int64_t& count = counts_[index(rank / problem_.expert_ranks)];
+      count = std::max<int64_t>(count, positions_[index(m)] + 1);
+      if (here != begin) join(here, begin);
+    }
+  }
+
+  // All that is tied to a stream is computed twice, as it is.
+  void mark_streams() {
+    std::vector<bool> is_root(parents_.size(), false);
+    for (int64_t m = 0; m < plan_.num_micro_batches(); ++m) {
+      if (plan_.parts_of_stream(m) > 0) is_root[root(cell(m, *plan_.ring(m).first))] = true;
+    }
+    twice_.resize(parents_.size(), false);
+    for (std::size_t here = 0; here < twice_.size(); ++here) twice_[here] = is_root[root(here)];
+  }
+
+  // The plan, in which what runs beside streams is recomputed.
+  Plan beside_streams() const {
+    Plan plan = plan_;
+    plan.recomputed.assign(index(plan.num_micro_batches()), false);
+    for (int64_t m = 0; m < plan.num_micro_batches(); ++m) {
+      plan.recomputed[index(m)] =
+          plan.parts_of_stream(m) == 0 && twice_[cell(m, *plan.ring(m).first)];
+    }
+    return plan;
+  }
+
   void add(int64_t m, double seconds) {
     double tokens = 0;
     for (const SequenceId id : plan_.sharded(m)) {
       tokens += static_cast<double>(problem_.lengths[index(id)]);
     }
     const Span ring = plan_.ring(m);
-    const std::size_t begin = cell(m, *ring.first);
     for (const int32_t rank : ring) {
       const std::size_t here = cell(m, rank);
       dense_s_[here] = std::max(dense_s_[here], seconds);
       tokens_[here] += tokens / static_cast<double>(ring.size());
-      runs_[index(positions_[index(m)] * problem_.num_ranks + rank)] = true;
-      int64_t& count = counts_[index(rank / problem_.expert_ranks)];
-      count = std::max<int64_t>(count, positions_[index(m)] + 1);
-      if (here != begin) join(here, begin);
     }
     for (int32_t i = plan_.local_offset(m); i < plan_.local_offset(m + 1); ++i) {
       const SequenceId id = plan_.locals.sequences[index(i)];
@@ -127,9 +168,10 @@ class Grid {
     for (int32_t rank = first; rank < first + problem_.expert_ranks; ++rank) {
       slowest = std::min(slowest, problem_.speed(rank));
     }
-    return std::max(dense_s_[here], padding_s(position, first)) +
-           problem_.cost.b_experts * tokens_[here] / static_cast<double>(problem_.expert_ranks) /
-               slowest;
+    const double computed = twice_.empty() || !twice_[here] ? 1 : kComputedTwice;
+    return std::max(dense_s_[here], computed * padding_s(position, first)) +
+           computed * problem_.cost.b_experts * tokens_[here] /
+               static_cast<double>(problem_.expert_ranks) / slowest;
   }
 
   // Of the slowest rank that runs padding, of the domain that begins with this rank.
@@ -152,6 +194,7 @@ class Grid {
   std::vector<bool> runs_;       // whether a rank has a micro-batch at a position
   std::vector<int64_t> counts_;  // positions of each domain
   std::vector<std::size_t> parents_;
+  std::vector<bool> twice_;  // cells tied to a stream; empty: there is none
 };
 
 }  // namespace

@@ -33,6 +33,7 @@ void choose_parts(const Problem& problem, Plan& plan) {
   for (const double longer : kLonger) {
     Together found = all.front();
     for (std::size_t i = 0; i < found.seconds.size(); ++i) {
+      if (found.passing.streams(i)) continue;  // in its own parts, beside it whole
       for (const Together& other : all) {
         if (other.seconds[i] > (1 + longer) * all.front().seconds[i]) continue;
         found.seconds[i] = other.seconds[i];
@@ -44,7 +45,10 @@ void choose_parts(const Problem& problem, Plan& plan) {
     least_s = found_s;
     best = std::move(found);
   }
-  const std::vector<int32_t>& found = best.passing.num_parts;
+  std::vector<int32_t>& found = best.passing.num_parts;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (best.passing.streams(i)) found[i] = 1;
+  }
   if (*std::max_element(found.begin(), found.end()) == 1) return;
   for (const std::size_t i : best.of_micro_batch) plan.num_parts.push_back(found[i]);
 }

@@ -107,7 +107,7 @@ MicroBatchLoad stream_load(const Problem& problem, const Plan& plan, int64_t mic
   const Span ring = plan.ring(micro_batch);
   const auto degree = static_cast<int64_t>(ring.size());
   const int64_t length = problem.lengths[index(*plan.sharded(micro_batch).begin())];
-  const Stream stream = stream_of(problem, length, degree).value();
+  const Stream stream = planned_stream(problem, plan, micro_batch);
   const Links links = links_of(problem.cost, ring);
   double seconds = 0;
   for (const int32_t rank : ring) {  // a fast one hides less

@@ -84,6 +84,7 @@ struct Passing {
   std::vector<double> growth;      // of the times of its parts; up to the last stream
 
   bool is_twice(std::size_t m) const { return m < twice.size() && twice[m]; }
+  bool streams(std::size_t m) const { return growth_of(m) > 0; }
   double growth_of(std::size_t m) const { return m < growth.size() ? growth[m] : 0; }
 };
 

@@ -18,7 +18,7 @@ from megatron_hdp.megatron.options.arguments import (
 from megatron_hdp.megatron.options.hybrid import HybridArguments
 from megatron_hdp.options import OptionError, flag_of, no_effect, require_multiple
 from megatron_hdp.planner.stages import StageSplit
-from megatron_hdp.strategies import AUTO
+from megatron_hdp.strategies import AUTO, resolved
 
 _DATA_FLAGS = (
     "data_path",
@@ -220,8 +220,11 @@ def _check_recompute(args: TrainingArguments) -> None:
         )
 
 
-_STREAMING = {False: (AUTO, "dp-balance", "static"), True: (AUTO, "pp-balance", "static")}
-"""Strategies that plan streams, without stages and with."""
+def _streaming(args: TrainingArguments) -> tuple[str, ...]:
+    """The strategies that plan streams for such ranks."""
+    shares = expert_domain_size(args) > 1
+    found = resolved(AUTO, stages=args.pipeline_model_parallel_size, shares_experts=shares)
+    return AUTO, found, "static"
 
 
 def _check_streams(args: TrainingArguments) -> None:
@@ -232,22 +235,12 @@ def _check_streams(args: TrainingArguments) -> None:
                 f"--hdp-stream-sums {args.hdp_stream_sums}", "--hdp-long-sequence stream"
             )
         return
-    expected = _STREAMING[args.pipeline_model_parallel_size > 1]
-    refused = {
-        "--expert-model-parallel-size": (
-            expert_domain_size(args) > 1,
-            "HDP ranks that share experts would all compute a slot twice where one of them "
-            "streams, and no plan weighs that: keep an EP group inside of "
-            "--tensor-model-parallel-size, or leave streams out",
-        ),
-        f"--hdp-strategy {args.hdp_strategy}": (
-            args.hdp_strategy not in expected,
-            f"it plans no streams: expected one of {', '.join(expected)}",
-        ),
-    }
-    for name, (is_found, why) in refused.items():
-        if is_found:
-            raise OptionError(f"--hdp-long-sequence stream: found {name}; {why}")
+    expected = _streaming(args)
+    if args.hdp_strategy not in expected:
+        raise OptionError(
+            f"--hdp-long-sequence stream: found --hdp-strategy {args.hdp_strategy}; it plans no "
+            f"streams for these ranks: expected one of {', '.join(expected)}"
+        )
 
 
 def check_schedule(args: TrainingArguments) -> None:

@@ -9,7 +9,8 @@ since tokens go to their experts in every layer and come back before the next: a
 exchange together, and each computes its share whoever owns the tokens (experts are taken to get
 equally many; of ranks of several speeds the slowest decides). A ring over several domains ties
 their positions: they start together and take the time of the slowest. In parts a position runs
-in as many as the micro-batch of it that has most.
+in as many as the micro-batch of it that has most. Where one of it streams, all of it is computed
+twice, padding and experts included.
 
 So what runs are positions of domains. They are replayed as the micro-batches of a plan whose ranks
 are the domains; with stages each domain is a pipeline, and each stage takes its share of T.
@@ -30,7 +31,7 @@ from megatron_hdp.planner.bounds import (
 )
 from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.evaluation import Evaluation, evaluate, replay
-from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.lockstep import PADDING, beside_streams, slots
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_bounds import pipeline_bound_of, pipeline_target_s
 from megatron_hdp.planner.types import Plan
@@ -38,6 +39,7 @@ from megatron_hdp.planner.types import Plan
 _ONE_STAGE = Pipeline()
 _DIRECTIONS = 2  # of what is exchanged: to the experts and back
 _PASSES = 2  # as much in forward as in backward
+_COMPUTED_TWICE = 4 / 3  # a third of what is computed is forward
 
 
 def exchanged_bytes_per_token(
@@ -92,16 +94,16 @@ def figures_in_lockstep(
         ValueError: the ranks are no multiple of E, or the cost model has other ranks' speeds.
     """
     size, stages = expert_parallel_size, pipeline.stages
-    lists = _places(plan, size)
+    lists, computed, of_members = _places(plan, size)
     # a rank takes as long with P stages as with one that has all layers
     whole = dataclasses.replace(cost_model, num_layers=cost_model.num_layers * stages)
-    dense = evaluate(plan, dataclasses.replace(whole, b_experts=0.0))
+    dense = evaluate(of_members, dataclasses.replace(whole, b_experts=0.0))
     speeds = speeds_of(cost_model, plan.num_ranks)
-    experts_s = _experts_s(plan, lists, cost_model, speeds, size)
+    experts_s = _experts_s(plan, lists, cost_model, speeds, size) * computed[::size].T
     with_padding = np.append(dense.duration_s, 0.0)
     member_s = np.where(
         lists == PADDING,
-        (fixed_s(np.ones(1), whole) / speeds)[:, None],
+        computed * (fixed_s(np.ones(1), whole) / speeds)[:, None],
         with_padding[lists],
     )
     is_behind = lists == _BEHIND
@@ -145,13 +147,19 @@ _BEHIND = -2
 """Behind a list's end."""
 
 
-def _places(plan: Plan, size: int) -> Int64Array:
-    """The lists of all ranks, ``[ranks, positions]``: micro-batches, `PADDING` or `_BEHIND`."""
+def _places(plan: Plan, size: int) -> tuple[Int64Array, Float64Array, Plan]:
+    """What each rank runs where, ``[ranks, positions]``: micro-batches, `PADDING` or `_BEHIND`; how
+    often that is computed, in backward as often as in a step without streams; and the plan in which
+    what runs beside streams is recomputed.
+    """
     lists = slots(plan, aligned=True, lockstep_ranks=size)
+    of_members, twice = beside_streams(plan, lists, lockstep_ranks=size)
     found = np.full((plan.num_ranks, max(map(len, lists))), _BEHIND, dtype=np.int64)
+    computed = np.ones(found.shape)
     for rank, one in enumerate(lists):
         found[rank, : len(one)] = one
-    return found
+        computed[rank, : len(one)][twice[rank]] = _COMPUTED_TWICE
+    return found, computed, of_members
 
 
 def _experts_s(
@@ -180,7 +188,8 @@ class _Domains(NamedTuple):
     """What domains run: a micro-batch is a position of one, or of those that a ring ties there."""
 
     plan: Plan
-    """Of domains in the place of ranks; each of its sequences stands for a position."""
+    """Of domains in the place of ranks; each of its sequences stands for a position, and is as long
+    as the longest stream there."""
     duration_s: Float64Array
     position: Int64Array
     of_micro_batch: Int64Array
@@ -211,12 +220,17 @@ class _Domains(NamedTuple):
         ranks, at = np.nonzero(lists >= 0)
         of_micro_batch[lists[ranks, at]] = found[at, ranks // size]
         np.maximum.at(parts, of_micro_batch, plan.parts_of_each)
+        lengths, streams = np.ones(num, dtype=np.int64), np.zeros(num, dtype=np.bool_)
+        those = np.flatnonzero(plan.is_stream)
+        longest = plan.lengths[plan.sequences[plan.sequence_offsets[those]]]
+        np.maximum.at(lengths, of_micro_batch[those], longest)
+        streams[of_micro_batch[those]] = True
         none = np.zeros(0, dtype=np.int64)
         of_domains = Plan(
             num_ranks=len(counts),
             tokens_per_rank=1,
             strategy="positions",
-            lengths=np.ones(num, dtype=np.int64),
+            lengths=lengths,
             rank_offsets=np.cumsum([0, *np.bincount(numbers, minlength=num)]),
             ranks=domains[np.argsort(numbers, kind="stable")].astype(np.int32),
             sequence_offsets=np.arange(num + 1),
@@ -227,6 +241,8 @@ class _Domains(NamedTuple):
             offload_ratios=np.zeros(num),
             positions=positions,
             num_parts=None if plan.num_parts is None else parts,
+            linear_tokens=plan.linear_tokens,
+            streams=streams,
         )
         return cls(of_domains, duration_s, positions, of_micro_batch)
 

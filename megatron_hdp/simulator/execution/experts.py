@@ -29,8 +29,10 @@ class SharedExperts:
     """Of each entry of the lists."""
     launch_of: Int64Array
     """Of each cell."""
-    seconds: Float64Array
-    """Of each cell: experts' time, all stages, both passes."""
+    forward_s: Float64Array
+    """Of each cell: experts' time, all stages."""
+    backward_s: Float64Array
+    """Likewise, with the forward of what runs twice."""
     rank_s: Float64Array
     """Of each rank: what it computes for all its positions, likewise."""
 
@@ -56,27 +58,38 @@ class SharedExperts:
         slowest = speeds.reshape(-1, size).min(axis=1)[domain]
         per_token = cost_model.b_experts if size > 1 else 0.0
         seconds = per_token * tokens / size / slowest
+        forward_s, twice = seconds / 3, np.zeros(len(cells), dtype=np.bool_)
+        twice[cell_of] = launches.runs_twice[lists.micro_batches]
+        backward_s = seconds - forward_s + np.where(twice, forward_s, 0.0)
         of_domains = np.zeros(plan.num_ranks // size)
-        np.add.at(of_domains, domain, seconds)
+        np.add.at(of_domains, domain, forward_s + backward_s)
         return cls(
             cell_of=cell_of,
             launch_of=launch_of,
-            seconds=seconds,
+            forward_s=forward_s,
+            backward_s=backward_s,
             rank_s=of_domains.repeat(size),
         )
 
-    def added(self, own_s: Float64Array, launches: Launches, shares: Float64Array) -> Float64Array:
-        """What micro-batches and padding take with all that stands at their positions.
+    def added(
+        self,
+        own_s: Float64Array,
+        seconds: Float64Array,
+        launches: Launches,
+        shares: Float64Array,
+    ) -> Float64Array:
+        """What micro-batches and padding take in a pass with all that stands at their positions.
 
         Args:
             own_s: without experts; shape (rows, micro-batches and padding).
+            seconds: of experts, of each cell.
             launches: the layout.
-            shares: of experts' time that each row is; shape (rows).
+            shares: of that time that each row takes; shape (rows).
         """
-        slowest = np.zeros((len(self.seconds), len(shares)))
+        slowest = np.zeros((len(seconds), len(shares)))
         np.maximum.at(slowest, self.cell_of, own_s[:, launches.lists.micro_batches].T)
         found = np.zeros((int(launches.group_of.max(initial=-1)) + 1, len(shares)))
-        np.maximum.at(found, self.launch_of, slowest + np.outer(self.seconds, shares))
+        np.maximum.at(found, self.launch_of, slowest + np.outer(seconds, shares))
         of_all: Float64Array = found[launches.group_of].T
         return of_all
 

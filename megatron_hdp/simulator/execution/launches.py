@@ -10,9 +10,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.arrays import BoolArray, Float64Array, Int64Array
 from megatron_hdp.planner import Plan
-from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.lockstep import PADDING, beside_streams, slots
 from megatron_hdp.planner.pipeline_evaluation import RankLists
 
 _Number = TypeVar("_Number", np.int64, np.float64)
@@ -30,6 +30,10 @@ class Launches:
     """Whether positions agree; if not, only a rank without a micro-batch has padding."""
     group_of: Int64Array
     """The launch of each micro-batch and padding."""
+    plan: Plan
+    """In which what runs beside streams is recomputed."""
+    runs_twice: BoolArray
+    """Of each micro-batch and padding, whether its forward runs once more beside a stream."""
 
     @property
     def num(self) -> int:
@@ -67,11 +71,16 @@ def launches_of(
         position = np.arange(len(flat)) - begin
         domains = position * plan.num_ranks + ranks // lockstep_ranks
         group_of = _joined(flat, domains, total)
+    run, twice = beside_streams(plan, of_ranks, lockstep_ranks=lockstep_ranks)
+    runs_twice = np.zeros(total, dtype=np.bool_)
+    runs_twice[flat] = np.concatenate(twice)
     return Launches(
         lists=lists,
         padding_ranks=ranks[is_padding],
         is_aligned=aligned,
         group_of=group_of,
+        plan=run,
+        runs_twice=runs_twice,
     )
 
 

@@ -7,14 +7,13 @@ one stage and needed on the next; no stage stands still while it sends. With chu
 sends to the first one, too.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hdp.arrays import Float64Array
+from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import Plan, replay
-from megatron_hdp.planner.parts import time_shares
+from megatron_hdp.planner.parts import shares_of_stream, time_shares
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.planner.pipeline_evaluation import (
     longest_paths,
@@ -65,16 +64,10 @@ def schedule(plan: Plan, launches: Launches, times: PassTimes, pipeline: Pipelin
     lists, group_of = launches.grouped, launches.group_of
     passes = np.stack([launches.longest(one) for one in (times.forward_s, times.backward_s)], 1)
     message, num = launches.longest(times.message_s), passes.shape[-1]
-    parts = np.ones(num, dtype=np.int64)
-    np.maximum.at(parts, group_of[: plan.num_micro_batches], plan.parts_of_each)
-    first = np.cumsum(parts) - parts
+    parts, first, shares = parts_of_launches(plan, launches)
     waits = waits_of(lists, num, pipeline)
     if plan.num_parts is not None:
         waits = waits_of_parts(lists, parts, pipeline)
-        shares = np.repeat(1 / parts, parts)
-        for at, share in _shares_of_streams(plan):  # alone in their groups
-            here = first[group_of[at]]
-            shares[here : here + len(share)] = share
         passes, message = shares * np.repeat(passes, parts, axis=-1), np.repeat(message, parts)
     lag_s = np.where(waits.is_message, message[waits.then % len(message)], 0.0)
     starts, finished = longest_paths(waits, passes.ravel(), lag_s)
@@ -101,11 +94,34 @@ def schedule(plan: Plan, launches: Launches, times: PassTimes, pipeline: Pipelin
     )
 
 
-def _shares_of_streams(plan: Plan) -> Iterator[tuple[int, Float64Array]]:
-    """Each stream with what its parts take of its time."""
-    if plan.streams is None:
-        return
-    shares, parts = time_shares(plan), plan.parts_of_each
-    ends = np.cumsum(parts)
-    for m in np.flatnonzero(plan.streams).tolist():
-        yield m, shares[ends[m] - parts[m] : ends[m]]
+class LaunchParts(NamedTuple):
+    """In how many parts launches run: one's parts behind another's."""
+
+    parts: Int64Array
+    """Of each launch: those of the micro-batch that has most."""
+    first: Int64Array
+    """Of each launch, in `shares`."""
+    shares: Float64Array
+    """Of a launch's time what each of its parts takes: where streams run, as of the longest."""
+
+
+def parts_of_launches(plan: Plan, launches: Launches) -> LaunchParts:
+    """Cut what starts and ends together."""
+    of_plan = launches.group_of[: plan.num_micro_batches]
+    parts = np.ones(int(launches.group_of.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(parts, of_plan, plan.parts_of_each)
+    first = np.cumsum(parts) - parts
+    shares = np.repeat(1 / parts, parts)
+    own, ends, longest = time_shares(plan), np.cumsum(plan.parts_of_each), np.zeros(len(parts))
+    for m in np.flatnonzero(plan.is_stream).tolist():
+        group, count = int(of_plan[m]), int(plan.parts_of_each[m])
+        length = int(plan.lengths[plan.sequences[plan.sequence_offsets[m]]])
+        if length <= longest[group]:
+            continue
+        longest[group] = length
+        mine = slice(first[group], first[group] + parts[group])
+        if count == parts[group]:
+            shares[mine] = own[ends[m] - count : ends[m]]
+        else:
+            shares[mine] = shares_of_stream(length, int(parts[group]), plan.linear_tokens)
+    return LaunchParts(parts, first, shares)

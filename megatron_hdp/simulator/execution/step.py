@@ -8,7 +8,6 @@ import numpy as np
 from megatron_hdp.arrays import Float64Array, Int64Array
 from megatron_hdp.planner import CostModel, Plan
 from megatron_hdp.planner.bounds import block_s, speeds_of
-from megatron_hdp.planner.parts import time_shares
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import lanes
 from megatron_hdp.simulator.execution.experts import SharedExperts, own_costs
@@ -16,7 +15,12 @@ from megatron_hdp.simulator.execution.launches import Launches, by_list, launche
 from megatron_hdp.simulator.execution.machine import Machine
 from megatron_hdp.simulator.execution.memory import Kept, MemoryCosts, MemoryTrace, trace_of
 from megatron_hdp.simulator.execution.noise import Disturbance
-from megatron_hdp.simulator.execution.pipeline import PassTimes, Schedule, schedule
+from megatron_hdp.simulator.execution.pipeline import (
+    PassTimes,
+    Schedule,
+    parts_of_launches,
+    schedule,
+)
 from megatron_hdp.simulator.execution.work import MicroBatchTimes, times_of
 
 
@@ -144,20 +148,24 @@ def execute(
         else lanes.layers_of_rows(cost_model.num_layers, pipeline)
     )
     own = own_costs(cost_model, lockstep_ranks)
-    times = times_of(plan, own, pipeline, layers, disturbance, step)
     launches = launches_of(
         plan,
         aligned=pipeline.stages > 1 or lockstep_ranks > 1,
         lockstep_ranks=lockstep_ranks,
         group_size=pipeline.group_size,
     )
+    times = times_of(launches.plan, own, pipeline, layers, disturbance, step)
     passes = _with_padding(plan, launches, times, cost_model, machine, pipeline)
     speeds = (disturbance or Disturbance()).speeds(speeds_of(cost_model, plan.num_ranks))
     experts = SharedExperts.of(plan, launches, cost_model, speeds, lockstep_ranks)
     if lockstep_ranks > 1:
         passes = passes._replace(
-            forward_s=experts.added(passes.forward_s, launches, pipeline.row_weights / 3),
-            backward_s=experts.added(passes.backward_s, launches, pipeline.row_weights * 2 / 3),
+            forward_s=experts.added(
+                passes.forward_s, experts.forward_s, launches, pipeline.row_weights
+            ),
+            backward_s=experts.added(
+                passes.backward_s, experts.backward_s, launches, pipeline.row_weights
+            ),
         )
     starts = schedule(plan, launches, passes, pipeline)
     forward_s = starts.forward_end_s - starts.forward_start_s
@@ -245,9 +253,11 @@ def _with_padding(
     """Of micro-batches and padding, which takes what a micro-batch takes that holds nothing."""
     speeds = speeds_of(cost_model, plan.num_ranks)[launches.padding_ranks]
     block = block_s(cost_model, pipeline.stages)
+    forward_s = (cost_model.g / 3 + block / 2) / speeds
+    again_s = np.where(launches.runs_twice[plan.num_micro_batches :], forward_s, 0.0)
     parts = [
-        (times.forward_s, (cost_model.g / 3 + block / 2) / speeds),
-        (times.backward_s, (2 * cost_model.g / 3 + block / 2) / speeds),
+        (times.forward_s, forward_s),
+        (times.backward_s, (2 * cost_model.g / 3 + block / 2) / speeds + again_s),
     ]
     weights = pipeline.row_weights
     forward, backward = (
@@ -268,9 +278,8 @@ def _ends(
     """
     counts = launches.lists.counts
     last = launches.lists.micro_batches[np.cumsum(counts) - 1]
-    parts = plan.parts_of_each
-    of_first = time_shares(plan)[np.cumsum(parts) - parts]
-    share = np.append(of_first, np.ones(len(launches.padding_ranks)))[last]
+    parts = parts_of_launches(plan, launches)
+    share = parts.shares[parts.first[launches.group_of[last]]]
     last_s = launches.longest(backward_s)[:stages, launches.group_of[last]] * share
     return starts.backward_end_s[:stages, last], last_s
 

@@ -12,6 +12,7 @@ REQUIRED = [
 ON = "--hybrid-data-parallel --hdp-tokens-per-rank 64 --attention-dropout 0"
 HDP = f"{ON} --global-batch-size 8".split()
 MLA = "--multi-latent-attention"
+ACROSS = "--num-experts 4 --expert-model-parallel-size 2"
 TWO = "--tensor-model-parallel-size 2"
 PP, VPP = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank"
 LAYERS_OF_VPP = "--num-layers-per-virtual-pipeline-stage"
@@ -89,7 +90,7 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         *(
             (f"--hdp-long-sequence stream {more}", f"sequence stream: found {found}")
             for more, found in (
-                ("--num-experts 4 --expert-model-parallel-size 2", "--expert-model-parallel-size"),
+                (f"{ACROSS} --hdp-strategy dp-balance", "--hdp-strategy dp-balance"),
                 ("--hdp-strategy naive", "--hdp-strategy naive"),
                 (f"{PP} --num-layers 8 --hdp-strategy dp-balance", "--hdp-strategy dp-balance"),
             )

@@ -20,9 +20,9 @@ from tests.support.random_plans import random_plan
 LINEAR = CostModel(a=0.0, b=1.0, b_experts=2.0, kv_bytes_per_token=0.0, g=0.5)
 
 
-def plan_of(rings, lengths, *, ranks, positions=None, capacity=100):
+def plan_of(rings, lengths, *, ranks, positions=None, capacity=100, **further):
     """Micro-batches of one sequence each, on these ranks."""
-    fields = {"num_ranks": ranks, "tokens_per_rank": capacity, "positions": positions}
+    fields = {"num_ranks": ranks, "tokens_per_rank": capacity, "positions": positions} | further
     return rings_of(rings, lengths, strategy="by hand", **fields)
 
 
