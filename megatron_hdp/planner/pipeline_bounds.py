@@ -21,8 +21,9 @@ from megatron_hdp.planner.pipeline import Pipeline
 _MOST_LONGEST = 256
 """Greatest k of point 4 of ``pipeline_lower_bound_s``."""
 
-_MOST_TOGETHER = 2**20
-"""Own times of sequences, numbers of parts and degrees that are looked at together."""
+_MOST_TOGETHER = 2**15
+"""Own times of sequences, numbers of parts and degrees that are looked at together: a cache holds
+them."""
 
 _TWICE = 4 / 3
 """What a second forward makes of compute."""
