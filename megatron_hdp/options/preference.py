@@ -37,6 +37,12 @@ class PreferenceOptions:
         "--hdp-reference-checkpoint if need be; what it holds is not computed again. Default: "
         "reference-log-probs.npz in the folder of --save.",
     )
+    hdp_kto_divergence: str = option(
+        "answers",
+        choices=("answers", "none"),
+        help="What kto measures against: the divergence from the frozen model over the answers of "
+        "the step, each behind the prompt of the row behind it; or 0, which saves their forward.",
+    )
     hdp_beta: float = option(
         0.1,
         minimum=0,

@@ -76,7 +76,20 @@ def sums_of(gpt, answers):
     return torch.stack(sums), torch.tensor([int(mask.sum()) for _, mask, *_ in answers])
 
 
-def losses_of(arguments, sums, counts, good):
+def unrelated_to(answers, group, longest):
+    """Each prompt with the answer of the row before, as `answers_of`; and both documents."""
+    found, documents = [], []
+    for i, (tokens, mask, *_, document) in enumerate(answers):
+        others, of_others, *_, other = answers[i - group]
+        p, a = int(mask.nonzero()[0]) + 1, int(of_others.nonzero()[0]) + 1
+        crossed = torch.cat((tokens[:p], others[a:]))[:longest]
+        of_answer = torch.cat((torch.zeros(p - 1, dtype=torch.bool), of_others[a - 1 :]))
+        found.append((crossed, of_answer[: longest - 1]))
+        documents.append({document, other})
+    return found, documents
+
+
+def losses_of(arguments, sums, counts, good, kl):
     """By the definitions, of sums less the reference's: of each pair, or of each answer."""
     kind, beta = arguments.hdp_objective, arguments.hdp_beta
     if kind == "kto":
@@ -84,7 +97,7 @@ def losses_of(arguments, sums, counts, good):
         weights = torch.where(
             good, arguments.hdp_desirable_weight, arguments.hdp_undesirable_weight
         )
-        return weights * (1 - torch.sigmoid(torch.where(good, beta * sums, -beta * sums)))
+        return weights * (1 - torch.sigmoid(beta * torch.where(good, sums - kl, kl - sums)))
     means = sums / counts
     c, r = sums.view(-1, 2).unbind(1)
     of_c, of_r = means.view(-1, 2).unbind(1)
@@ -107,11 +120,13 @@ def expected_step(arguments, corpus, mixture, known, left_out=()):
         arguments: of the run.
         corpus: opened.
         mixture: that draws the step.
-        known: the reference's sums by (source, document), None without one.
+        known: the reference's sums by (source, document), None without one; those of answers
+            behind prompts of others under ``None``, where it has them.
         left_out: documents that are corrupt, whose other side goes with them.
     """
     step = mixture.step(Position())
     answers = answers_of(corpus, step)
+    others, documents = unrelated_to(answers, corpus.group, arguments.seq_length)
     if left_out and corpus.group == 2:
         answers = [
             one
@@ -125,7 +140,13 @@ def expected_step(arguments, corpus, mixture, known, left_out=()):
     if known is not None:
         reference = [known[int(one[3]), one[4]] for one in answers]
         sums = sums - torch.tensor(reference, dtype=torch.float64)
-    losses = losses_of(arguments, sums, counts, [one[2] for one in answers])
+    kl = 0.0
+    if known is not None and None in known:
+        with torch.no_grad():
+            of_others = sums_of(gpt, others)[0] - torch.tensor(known[None], dtype=torch.float64)
+        kl = of_others[[not one & set(left_out) for one in documents]].mean().clamp(min=0).item()
+        assert kl > 0.1, "a divergence of 0 shows nothing"
+    losses = losses_of(arguments, sums, counts, [one[2] for one in answers], kl)
     loss = losses.mean()
     grads = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
     return loss.item(), grads, (arguments.hdp_beta * sums).detach()

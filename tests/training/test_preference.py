@@ -2,7 +2,9 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from megatron_hdp.training.loop import pretrain
 from tests.data.prepare.corpora import run as prepare_rows
 from tests.docs.pages import all_commands, split
 from tests.support import gradients
-from tests.support.gradients import VOCABULARY, largest_error, planned_by, whole_gradients
+from tests.support.gradients import VOCABULARY, largest_error, whole_gradients
 from tests.support.preferences import (
     REFERENCED,
     expected_step,
@@ -54,13 +56,16 @@ def steps_of(arguments):
     return chunks, HdpSteps(arguments, executor, cost_model, corpus, VOCABULARY)
 
 
-def random_plan_of(steps, seed):
+def planned_at_random(seed):
+    """Within the block all steps run random plans; None: the strategy's."""
     if seed is None:
-        return None
-    lengths = steps.planner.mix(Position()).lengths
-    settings = steps.planner.settings
-    capacity = {"ranks": settings.num_ranks, "tokens_per_rank": settings.tokens_per_rank}
-    return random_plan(lengths, **capacity, seed=seed)
+        return nullcontext()
+
+    def made(problem, *_, **__):
+        capacity = {"ranks": problem.ranks, "tokens_per_rank": problem.tokens_per_rank}
+        return random_plan(problem.lengths, **capacity, seed=seed)
+
+    return mock.patch("megatron_hdp.data.steps.planning.make_plan", made)
 
 
 @gradients.seldom_compiled
@@ -79,7 +84,7 @@ def errors_of(arguments, kinds, seeds=(None, 0), fault=None, left_out=()):
                 steps.preferences.judged = fault(steps.preferences.judged)
             for chunk in chunks:
                 chunk.zero_grad_buffer()
-            with planned_by(random_plan_of(steps, seed)):
+            with planned_at_random(seed):
                 report = steps.run(Position())
             steps.close()
             found[kind, seed] = mine, report, whole_gradients(chunks, mine), known
@@ -111,9 +116,14 @@ def given_reference(steps):
     table = steps.answers(Position())
     noise = np.random.default_rng(5).standard_normal(len(table.sums))
     sums = table.sums + torch.from_numpy(noise)
-    steps.preferences.note(replace(table, sums=sums))
     keys = zip(table.sources.tolist(), table.documents.tolist(), strict=True)
-    return {(int(i), int(d)): float(one) for (i, d), one in zip(keys, sums, strict=True)}
+    known = {(int(i), int(d)): float(one) for (i, d), one in zip(keys, sums, strict=True)}
+    other = table.unrelated
+    if other is not None:  # less, so that there is a divergence
+        other = replace(other, sums=other.sums + torch.from_numpy(noise) - 2)
+        known[None] = other.sums.tolist()
+    steps.preferences.note(replace(table, sums=sums, unrelated=other))
+    return known
 
 
 def check(errors, count):

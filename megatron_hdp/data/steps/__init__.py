@@ -23,6 +23,7 @@ from megatron_hdp.data.steps.primitives import PrimitiveError, costed, untrained
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import PackedShares, RankShare, StepShares, work_of
 from megatron_hdp.data.steps.totals import Amounts, StepTotals
+from megatron_hdp.data.steps.unrelated import UnrelatedPlanner
 
 __all__ = [
     "FEWEST_TOKENS",
@@ -43,6 +44,7 @@ __all__ = [
     "StepShares",
     "StepTotals",
     "TokenSource",
+    "UnrelatedPlanner",
     "WantedItem",
     "costed",
     "padding_micro_batch",

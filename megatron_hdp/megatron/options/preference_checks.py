@@ -10,6 +10,7 @@ from megatron_hdp.options.preference import WITH_REFERENCE
 _ONLY_WITH = {
     "hdp_label_smoothing": ("dpo", "simpo"),
     "hdp_gamma": ("simpo",),
+    "hdp_kto_divergence": ("kto",),
     "hdp_desirable_weight": ("kto",),
     "hdp_undesirable_weight": ("kto",),
     "hdp_reference_checkpoint": WITH_REFERENCE,
@@ -40,6 +41,11 @@ def check_preferences(args: TrainingArguments) -> None:
             raise no_effect(flag_of(name), f"--hdp-objective {' or '.join(expected)}")
     if not args.hdp_beta:
         raise OptionError(f"{found}: found --hdp-beta 0, expected a number above 0")
+    if objective == "kto" and args.hdp_kto_divergence == "answers" and args.global_batch_size == 1:
+        raise OptionError(
+            f"{found}: found --global-batch-size 1, expected at least 2, since an answer is run "
+            "behind the prompt of another row: raise it, or give --hdp-kto-divergence none"
+        )
     has_reference = args.hdp_reference_checkpoint or args.hdp_reference_log_probs
     if objective in WITH_REFERENCE and not has_reference and args.lora_rank is None:
         raise OptionError(

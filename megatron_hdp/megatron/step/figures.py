@@ -106,6 +106,9 @@ class StepFigures:
     """``chosen_reward`` less ``rejected_reward``."""
     reward_accuracy: float | None = figure("accuracy")
     """Share of pairs whose chosen answer has the higher reward; None under ``kto``, too."""
+    kto_divergence: float | None = figure("divergence", ".4f")
+    """Nats, at least 0: what ``kto`` measured against, a mean over the step's answers, each behind
+    another row's prompt; None where there is none."""
     pairs: int | None = figure("pairs", ",")
     """Pairs, or answers under ``kto``, that were trained; None without ``--hdp-objective``."""
     media_items: int | None = figure("items", ",")
@@ -281,10 +284,13 @@ class PreferenceFigures:
     rejected_reward: float | None
     reward_margin: float | None
     reward_accuracy: float | None
+    kto_divergence: float | None
     pairs: int
 
     @classmethod
-    def of(cls, loss: float, pairs: int, found: RewardFigures) -> PreferenceFigures:
+    def of(
+        cls, loss: float, pairs: int, found: RewardFigures, divergence: float | None
+    ) -> PreferenceFigures:
         """Those of a step; what there is none of is None."""
 
         def known(value: float) -> float | None:
@@ -296,6 +302,7 @@ class PreferenceFigures:
             rejected_reward=known(found.rejected),
             reward_margin=known(found.margin),
             reward_accuracy=known(found.accuracy),
+            kto_divergence=divergence,
             pairs=pairs,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +30,7 @@ from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome, i
 from megatron_hdp.megatron.media import StepMedia
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import compute_device, say
+from megatron_hdp.megatron.step.answers import AnswerPass, HowToRun
 from megatron_hdp.megatron.step.figures import (
     FurtherLosses,
     StepReport,
@@ -41,13 +41,8 @@ from megatron_hdp.megatron.step.items import ItemsAhead, StepItems, draw_step, w
 from megatron_hdp.megatron.step.learning import Learning
 from megatron_hdp.megatron.step.left_out import LeftOutOfSteps
 from megatron_hdp.megatron.step.loading import DataPlane
-from megatron_hdp.megatron.step.non_finite import NonFinite, gather_words
-from megatron_hdp.megatron.step.preference import (
-    AnswerSums,
-    AnswerTable,
-    Judged,
-    StepPreferences,
-)
+from megatron_hdp.megatron.step.non_finite import gather_words, non_finite_of
+from megatron_hdp.megatron.step.preference import AnswerTable, Judged, StepPreferences
 from megatron_hdp.megatron.step.preparation import (
     LongStepWarning,
     all_to_all_bytes,
@@ -120,7 +115,11 @@ class HdpSteps:
         self._left_out = LeftOutOfSteps(corpus, vocab_size, arguments.hdp_corrupt_limit)
         self.order = self._agreed_order()
         self._local = local
-        self.preferences = StepPreferences.of(arguments, corpus, self.order, self.place)
+        self.preferences = StepPreferences.of(arguments, self.planner, self.order, self.place)
+        if self.preferences is not None:
+            share = partial(share_tokens, place=self.place, broadcast_at=self._broadcast_at)
+            how = HowToRun(self._forward, self._agree_beside, share, self._agreement)
+            self._answers = AnswerPass(self.preferences, reader, how)
         self._learning = None
         if arguments.learns_costs and split == "train":
             self._learning = Learning(
@@ -182,12 +181,13 @@ class HdpSteps:
         except DataPlaneLost as error:
             raise DataFailure(str(error)) from error
         data_wait_s = time.perf_counter() - started
-        step = self.latest = self._agree(step, known)
+        step = self.latest = self._agree(step, known, self.loaders)
         self._long_steps.check(step.totals.makespan_s, "is planned to take")
         items = None if self.items is None else self.items.of(step)
         with self._agreement():
             amounts = self._left_out.of(step, items.damaged if items else ())
-        self.loaders.expect(step.totals.after.knowing(position))
+        after = step.totals.after.knowing(position)
+        self.loaders.expect(after)
         with self._agreement():
             weights = self._further.weights(step, amounts.loss_tokens)
         with self._agreement():
@@ -198,7 +198,8 @@ class HdpSteps:
         if self.preferences is None:
             judged, outcome = None, self._execute(step, amounts, forward_only, None, weights, items)
         else:
-            table, outcome = self._answers(step, amounts)
+            table, outcome = self._answers.of(step, amounts, position)
+            self._answers.expect(after)
             judged = self.preferences.judged(table, amounts.loss_tokens)
             if not forward_only:
                 outcome = self._execute(step, amounts, own_loss=judged.own_loss)
@@ -214,24 +215,22 @@ class HdpSteps:
         Every rank must call this; another call's step begins at `following`. None of them counts.
         """
         kept = self.kept()
-        step = self._agree(self._local.get(position), position)
+        step = self._agree(self._local.get(position), position, self._local)
         if following is not None:
             self._local.expect(following)
         with self._agreement():
             amounts = self._left_out.of(step)
         with self._agreement():
             share_tokens(step, self.place, self._broadcast_at)
-        found, _ = self._answers(step, amounts)
+        found, _ = self._answers.of(step, amounts, position)
+        if following is not None:
+            self._answers.expect(following)
         self.put_back(kept)
         return found
 
-    def _answers(self, step: RankStep, amounts: Amounts) -> tuple[AnswerTable, RankOutcome]:
-        assert self.preferences is not None, "there are answers where there is an objective"
-        found = AnswerSums(step.totals.sequences)
+    def _forward(self, step: RankStep, amounts: Amounts, found: OwnLoss) -> RankOutcome:
         with in_mode(self.executor.chunks, training=False):
-            outcome = self._execute(step, amounts, forward_only=True, own_loss=found)
-        with self._agreement():
-            return self.preferences.table(step, found), outcome
+            return self._execute(step, amounts, forward_only=True, own_loss=found)
 
     def _execute(
         self,
@@ -302,8 +301,10 @@ class HdpSteps:
     def close(self) -> None:
         """Ends the preparation of steps that will not run."""
         self.loaders.close()
+        if self.preferences is not None:
+            self._answers.close()
 
-    def _agree(self, step: RankStep, known: Position) -> RankStep:
+    def _agree(self, step: RankStep, known: Position, loaders: Loaders) -> RankStep:
         """The step as every rank will run it: under the static plan if one of them failed to plan.
 
         Ranks compare the plan, and what they have learnt, before anything else is communicated.
@@ -314,7 +315,7 @@ class HdpSteps:
         if failed:
             if failure is None:
                 failure = "another rank's planner failed"
-                step = self.loaders.statically(step, failure)
+                step = loaders.statically(step, failure)
             self._note_planner_failure(failure)
         self._failed_before = bool(failed)
         facts = {
@@ -327,6 +328,13 @@ class HdpSteps:
         with self._agreement():
             require_agreement(facts, compute_device())
         return step
+
+    def _agree_beside(self, step: RankStep, known: Position, loaders: Loaders) -> RankStep:
+        """The same of what runs beside a step: a failure there says nothing of the next step's."""
+        failed_before, self._failed_before = self._failed_before, False
+        found = self._agree(step, known, loaders)
+        self._failed_before = failed_before
+        return found
 
     def _agreement(self) -> AbstractContextManager[None]:
         """Where this rank may stand because another one has not come."""
@@ -360,7 +368,7 @@ class HdpSteps:
         """Sums and maxima over all ranks; tensor-parallel ranks hold the same loss."""
         ranks = dist.get_world_size()
         totals = step.totals
-        non_finite = self._non_finite(step, "loss", outcome.losses)
+        non_finite = non_finite_of(step, self.corpus, "loss", outcome.losses)
         loss_keys = [f"loss of {name}" for name in self.corpus.names]
         with self._agreement():
             job = over_all_ranks(
@@ -442,19 +450,7 @@ class HdpSteps:
         None where a gradient became so in sums of a layer alone. Every rank must call this.
         """
         norms = torch.stack(list(self._gradient_norms)).tolist() if self._gradient_norms else []
-        return gather_words(self._non_finite(self._ran(), "a gradient of norm", norms))
-
-    def _non_finite(self, step: RankStep, name: str, values: Sequence[float]) -> list[NonFinite]:
-        """This rank's micro-batches of which `name`'s value, given in order, is not finite."""
-        found = []
-        for micro_batch, value in zip(step.micro_batches, values, strict=False):
-            if not math.isfinite(value):
-                places = [step.share.place_of(i) for i in micro_batch.sequence_ids]
-                documents = self.corpus.words_for(
-                    micro_batch.sources, step.share.rows[places].tolist()
-                )
-                found.append(NonFinite(micro_batch.index, f"{name} {value}", documents))
-        return found
+        return gather_words(non_finite_of(self._ran(), self.corpus, "a gradient of norm", norms))
 
     def describe(self, use: str) -> list[str]:
         """Lines for the log on the ranks and the sequences, which are ``use``."""

@@ -51,6 +51,14 @@ def found_by_all(step: RankStep, sequence_ids: Iterable[int]) -> list[LeftOut]:
     return everyone
 
 
+def without_corrupt(step: RankStep) -> None:
+    """Takes corrupt sequences out, uncounted; every rank of the job must call this."""
+    corrupt_ids = [i for one in step.micro_batches for i in one.corrupt_ids]
+    (any_corrupt,) = largest([len(corrupt_ids)], compute_device())
+    if any_corrupt:
+        found_by_all(step, corrupt_ids)
+
+
 class LeftOutOfSteps:
     """Takes out of the steps of one split what cannot be trained, the same on all ranks.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_hdp.data.mixture import Corpus
+from megatron_hdp.data.steps import RankStep
 from megatron_hdp.megatron.finite import named_parameters, non_finite
 from megatron_hdp.runtime.gathering import EveryRankError, gathered
 
@@ -26,6 +29,19 @@ class NonFinite:
     what: str
     documents: str
     """What is in it, in words."""
+
+
+def non_finite_of(
+    step: RankStep, corpus: Corpus, name: str, values: Sequence[float]
+) -> list[NonFinite]:
+    """This rank's micro-batches of which `name`'s value, given in order, is not finite."""
+    found = []
+    for micro_batch, value in zip(step.micro_batches, values, strict=False):
+        if not math.isfinite(value):
+            places = [step.share.place_of(i) for i in micro_batch.sequence_ids]
+            documents = corpus.words_for(micro_batch.sources, step.share.rows[places].tolist())
+            found.append(NonFinite(micro_batch.index, f"{name} {value}", documents))
+    return found
 
 
 def gather_words(found: list[NonFinite]) -> tuple[str, ...]:

@@ -17,13 +17,20 @@ import torch.distributed as dist
 from megatron_hdp.arrays import AnyArray, Int64Array
 from megatron_hdp.data import DataOrder
 from megatron_hdp.data.mixture import Corpus, Step
-from megatron_hdp.data.steps import RankMicroBatch, RankShare, RankStep
+from megatron_hdp.data.steps import (
+    RankMicroBatch,
+    RankShare,
+    RankStep,
+    StepPlanner,
+    UnrelatedPlanner,
+)
 from megatron_hdp.megatron.model import LastStage
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.megatron.step.figures import PreferenceFigures
 from megatron_hdp.megatron.step.reference_sums import ReferenceSums
 from megatron_hdp.runtime.gathering import EveryRankError
+from megatron_hdp.runtime.health import fingerprint
 from megatron_hdp.runtime.loss import Preference, RewardFigures
 
 _ROWS, _TARGETS, _WEIGHTS = "own rows", "own targets", "own weights"
@@ -69,6 +76,18 @@ def require_fitting(corpus: Corpus, objective: str | None) -> None:
 
 
 @dataclass(frozen=True)
+class UnrelatedSums:
+    """Of answers behind prompts of others, ``[n]`` each; the same on every rank."""
+
+    keys: Int64Array
+    """Fingerprints of what prompts and answers are."""
+    sums: torch.Tensor
+    """As of `AnswerTable`."""
+    counts: torch.Tensor
+    """Likewise."""
+
+
+@dataclass(frozen=True)
 class AnswerTable:
     """Of each sequence of a step, in its order, ``[n]`` each; the same on every rank."""
 
@@ -79,6 +98,8 @@ class AnswerTable:
     sources: torch.Tensor
     documents: torch.Tensor
     """Of the source's token file."""
+    unrelated: UnrelatedSums | None = None
+    """Where the objective measures against their divergence."""
 
 
 class AnswerSums:
@@ -150,6 +171,7 @@ class StepPreferences:
 
     Attributes:
         reference: sums of the frozen model; None until they are there, or where none are needed.
+        unrelated: plans a step's answers behind prompts of others; None where none are asked for.
     """
 
     def __init__(
@@ -158,29 +180,36 @@ class StepPreferences:
         corpus: Corpus,
         contents: Mapping[str, int],
         place: RankPlace,
+        unrelated: UnrelatedPlanner | None,
     ) -> None:
         """Take fingerprints of what stands in the sources, by name."""
         self.objective = objective
         self.reference: ReferenceSums | None = None
+        self.unrelated = unrelated
         self._corpus = corpus
         self._data = [contents[name] for name in corpus.names]
         self._place = place
 
     @classmethod
     def of(
-        cls, arguments: TrainingArguments, corpus: Corpus, order: DataOrder, place: RankPlace
+        cls, arguments: TrainingArguments, planner: StepPlanner, order: DataOrder, place: RankPlace
     ) -> StepPreferences | None:
         """That of a run's arguments; None where it trains on next tokens.
 
         Raises:
-            ValueError: the data are of another kind, or the objective's numbers out of range.
+            ValueError: the data are of another kind, the objective's numbers out of range, or an
+                answer behind another prompt may fit on no number of ranks.
         """
+        corpus = planner.corpus
         require_fitting(corpus, arguments.hdp_objective)
         objective = objective_of(arguments)
         if objective is None:
             return None
         contents = {name: one.contents or 0 for name, one in order.sources.items()}
-        return cls(objective, corpus, contents, place)
+        unrelated = None
+        if objective.kind == "kto" and arguments.hdp_kto_divergence == "answers":
+            unrelated = UnrelatedPlanner(planner)
+        return cls(objective, corpus, contents, place, unrelated)
 
     def hold(self, reference: ReferenceSums) -> None:
         """Takes sums, with room for all answers of the sources."""
@@ -191,10 +220,16 @@ class StepPreferences:
 
     def knows(self, step: Step) -> bool:
         """Whether the reference's sums of all answers of a step are there."""
-        return all(
+        if not all(
             reference.are_known(data, documents).all()
             for reference, data, documents in self._parts(step)
-        )
+        ):
+            return False
+        if self.unrelated is None:
+            return True
+        assert self.reference is not None, "nothing holds them"
+        keys = self._keys(self.unrelated.crossed.of(step))
+        return not np.isnan(self.reference.of_unrelated(keys)).any()
 
     def note(self, table: AnswerTable) -> None:
         """Takes sums of a step's answers as those of the reference.
@@ -203,6 +238,14 @@ class StepPreferences:
             EveryRankError: one is NaN or infinite.
         """
         assert self.reference is not None, "nothing holds them"
+        if (other := table.unrelated) is not None:
+            if not other.sums.isfinite().all():
+                raise EveryRankError(
+                    "the reference's log-probability of an answer behind another row's prompt is "
+                    "not finite, expected a finite number: give another checkpoint, or "
+                    "--hdp-kto-divergence none"
+                )
+            self.reference.put_unrelated(other.keys, other.sums.numpy())
         wrong = (~table.sums.isfinite()).nonzero()
         if len(wrong):
             place = int(wrong[0])
@@ -236,6 +279,43 @@ class StepPreferences:
         dist.all_reduce(mine)
         return AnswerTable(*mine.cpu())
 
+    def of_unrelated(self, step: RankStep, found: AnswerSums) -> UnrelatedSums:
+        """The same of a step of `unrelated`, which every rank has drawn; every rank must call."""
+        assert step.planned is not None, "they are drawn here"
+        sums = found.table().to(compute_device())
+        if not self._place.is_last_stage or self._place.tensor_rank:
+            sums.zero_()
+        dist.all_reduce(sums)
+        return UnrelatedSums(self._keys(step.planned.step), *sums.cpu())
+
+    def _keys(self, step: Step) -> Int64Array:
+        """Fingerprints of what stands in a step of `unrelated`: of prompt, answer, and where it is
+        cut.
+        """
+        assert self.unrelated is not None, "there are such steps"
+        found = []
+        documents = self.unrelated.crossed.documents(step).tolist()
+        for (i, prompt, j, answer), length in zip(documents, step.lengths.tolist(), strict=True):
+            found.append(fingerprint(self._data[i], prompt, self._data[j], answer, length) >> 1)
+        return np.array(found, dtype=np.int64)
+
+    def _divergence(self, found: UnrelatedSums | None) -> float | None:
+        """Nats, at least 0: the mean over a step's answers behind prompts of others; None: 0."""
+        if found is None:
+            return None
+        assert self.reference is not None, "it is there before the first step"
+        is_there = found.counts > 0
+        known = torch.from_numpy(self.reference.of_unrelated(found.keys))[is_there]
+        if known.isnan().any():
+            raise EveryRankError(
+                "found no reference log-probability of an answer behind another row's prompt, "
+                "expected one of each row of the step: give --hdp-reference-checkpoint beside "
+                "--hdp-reference-log-probs, or --hdp-kto-divergence none"
+            )
+        if not len(known):
+            return 0.0
+        return max(0.0, float((found.sums[is_there] - known).mean()))
+
     def judged(self, table: AnswerTable, loss_tokens: int) -> Judged:
         """The loss of a step, and the weights of its answers; a pair that lacks a side is left out.
 
@@ -255,9 +335,9 @@ class StepPreferences:
         sources, documents = table.sources[taken], table.documents[taken].long()
         sums = table.sums[taken] - self._of_reference(sources, documents)
         sums.requires_grad_()
-        sides = self._sides(sources, documents)
+        sides, kl = self._sides(sources, documents), self._divergence(table.unrelated)
         with torch.enable_grad():  # an evaluation may have none
-            losses, rewards = self.objective.losses(sums, table.counts[taken], sides)
+            losses, rewards = self.objective.losses(sums, table.counts[taken], sides, kl or 0.0)
             (slopes,) = torch.autograd.grad(losses.sum(), sums)
         weights = torch.zeros_like(table.sums)
         # the step divides by its loss tokens, by which the losses of routers are means, too
@@ -267,7 +347,7 @@ class StepPreferences:
         by_source = [losses[of_loss == i] for i in range(len(self._data))]
         rewarded = RewardFigures.of(rewards, sides)
         return Judged(
-            PreferenceFigures.of(float(losses.mean()), len(losses), rewarded),
+            PreferenceFigures.of(float(losses.mean()), len(losses), rewarded, kl),
             tuple((float(one.sum()), len(one)) for one in by_source),
             WeighedAnswers(weights),
         )
