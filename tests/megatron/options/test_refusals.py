@@ -243,6 +243,11 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
     f"{ON} --global-batch-size 8 --hidden-dropout 0 --hdp-objective simpo": [
         ("--hdp-reference-checkpoint c", "no effect without --hdp-objective dpo or ipo or kto"),
         ("--hdp-desirable-weight 2", "no effect without --hdp-objective kto"),
+        ("--hdp-kto-divergence none", "no effect without --hdp-objective kto"),
+        (
+            "--hdp-objective kto --hdp-reference-checkpoint c --global-batch-size 1",
+            "--global-batch-size 1, expected at least 2, .* or give --hdp-kto-divergence none",
+        ),
         ("--hdp-beta 0", "found --hdp-beta 0, expected a number above 0"),
         ("--hidden-dropout 0.1", "found --hidden-dropout 0.1, .* pass --hidden-dropout 0"),
         ("--hdp-survive", "found --hdp-survive"),
