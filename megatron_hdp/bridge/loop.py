@@ -17,6 +17,8 @@ from megatron_hdp.megatron.parallel import compute_device
 from megatron_hdp.runtime.gathering import on_every_rank
 from megatron_hdp.session import HdpSession, TokenBatch
 
+_SKIPPED = "skip_getting_attention_mask_from_dataset"
+
 
 class HdpLoop:
     """What a process keeps of a run: the session over Bridge's model, from its first step on.
@@ -65,7 +67,10 @@ class HdpLoop:
                     "own data sets have it"
                 )
             rows = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            return Rows.of([next(rows) for _ in range(num_microbatches)])
+            found = [next(rows) for _ in range(num_microbatches)]
+            if getattr(state.cfg.dataset, _SKIPPED, True):  # as in Bridge's step: it is not read
+                found = [{**one, "attention_mask": None} for one in found]
+            return Rows.of(found)
 
         state, device = forward_step_func.args[0], compute_device()
         mine = on_every_rank(read, device)

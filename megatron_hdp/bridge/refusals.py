@@ -56,7 +56,7 @@ def _found(config: Any, forward_step: Any) -> Iterator[str]:
         if value not in known:
             yield f"found {path} = {value}, expected {known[0]}: {remedy}"
     saves = getattr(config, "checkpoint", None)
-    if getattr(saves, "async_save", False) and saves.async_strategy != "mcore":
+    if saves is not None and saves.async_save and saves.async_strategy != "mcore":
         yield (
             f"found checkpoint.async_strategy = {saves.async_strategy} with async_save, expected "
             "mcore: set that"

@@ -74,7 +74,9 @@ def loop():
         from megatron.bridge.training.finetune import finetune
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
-    initialize.compile_helpers = lambda: None  # C++ of pretraining data, of which there are none
+    initialize.compile_helpers = lambda: (
+        None
+    )  # C++ of pretraining data, which the wheel has compiled
     logging.disable(logging.INFO)
     return pretrain, finetune, forward_step
 
@@ -109,6 +111,7 @@ def configuration(
     *,
     steps,
     samples=SAMPLES,
+    data=None,
     packed=False,
     sharded=False,
     save=None,
@@ -125,6 +128,7 @@ def configuration(
         folder: of rows.
         steps: at which it ends.
         samples: rows of a step.
+        data: makes the configuration of a data set, given `folder`, instead of that of rows.
         packed: whether Bridge packs them.
         sharded: the distributed optimizer.
         save: folder of checkpoints, of every second step.
@@ -160,12 +164,12 @@ def configuration(
         | {"share_embeddings_and_output_weights": False, **layout}
     )
     validated = not packed and samples % SAMPLES == 0
-    data = {"do_test": False, "num_workers": 0, "pin_memory": False, "do_validation": validated}
+    rows = {"do_test": False, "num_workers": 0, "pin_memory": False, "do_validation": validated}
     if packed:
         from megatron.bridge.data.packing import PackedSequenceSpecs
 
-        data["enable_offline_packing"] = True
-        data["offline_packing_specs"] = PackedSequenceSpecs(packed_sequence_size=LONGEST)
+        rows["enable_offline_packing"] = True
+        rows["offline_packing_specs"] = PackedSequenceSpecs(packed_sequence_size=LONGEST)
     return of.ConfigContainer(
         model=provider,
         mixed_precision=precision,
@@ -183,7 +187,9 @@ def configuration(
         ddp=of.DistributedDataParallelConfig(
             use_distributed_optimizer=sharded, overlap_grad_reduce=sharded
         ),
-        dataset=GPTSFTDatasetConfig(seq_length=LONGEST, dataset_root=folder, **data),
+        dataset=GPTSFTDatasetConfig(seq_length=LONGEST, dataset_root=folder, **rows)
+        if data is None
+        else data(folder),
         logger=of.LoggerConfig(log_interval=1),
         tokenizer=TokenizerConfig(
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)

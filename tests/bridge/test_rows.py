@@ -85,6 +85,7 @@ PARTS = ("model", "ddp", "dist", "checkpoint")
 def configuration(**changed):
     """What of Bridge's is looked at, each part with what is known."""
     found = {"peft": None, **{name: types.SimpleNamespace() for name in PARTS}}
+    found["checkpoint"].async_save = False
     for path, value in changed.items():
         part, _, name = path.partition(".")
         if name:
