@@ -36,7 +36,10 @@ LAYOUTS = {  # flags, ranks, tokens of a rank
     "tensor": (TENSOR, 4, "160"),
     "stages": (STAGES, 4, "160"),
     "adapters": (["--lora-rank", "2", "--lora-alpha", "4"], 2, "160"),
+    "kto": (["--hdp-objective", "kto", "--hdp-undesirable-weight", "0.1"], 2, "160"),
 }
+BESIDE = {"adapters": "adapters alone", "kto": "kto alone"}
+"""Those that another run of one rank is compared with."""
 
 
 def preferred_over(prefix, folder, name, ranks=1, tokens="400", flags=(), reference="base", **more):
@@ -63,8 +66,8 @@ def trained(request, tmp_path_factory):
     plan.append(preferred("again", flags=["--ckpt-step", "2"], load="saved", save="saved"))
     for name in wanted(request, LAYOUTS):
         flags, ranks, tokens = LAYOUTS[name]
-        if name == "adapters":  # beside one rank of their own
-            plan.append(preferred("adapter", flags=flags))
+        if name in BESIDE:
+            plan.append(preferred(BESIDE[name], flags=flags))
         plan.append(preferred(name, ranks, tokens, flags))
     plan.append(ours(prefix, folder))
     drive(folder, plan)
@@ -88,8 +91,8 @@ def require_same(found, expected, validated=(2, 4)):
     assert [one["step"] for one in found] == [one["step"] for one in expected]
     for one, other in zip(found, expected, strict=True):
         for key in (
-            *("loss", "grad_norm", "reward_margin", "reward_accuracy", "pairs"),
-            *("validation_loss", "validation_reward_margin"),
+            *("loss", "grad_norm", "reward_margin", "reward_accuracy", "kto_divergence"),
+            *("pairs", "validation_loss", "validation_reward_margin"),
         ):
             if key.startswith("validation") and one["step"] not in validated:
                 continue
@@ -110,8 +113,9 @@ def test_the_first_step_stands_where_the_reference_does(trained):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_has_the_steps_of_one_rank(trained, name):
-    expected = lines_of(trained, "adapter" if name == "adapters" else "one")
-    require_same(lines_of(trained, name), expected)
+    found = lines_of(trained, name)
+    require_same(found, lines_of(trained, BESIDE.get(name, "one")))
+    assert name != "kto" or found[-1]["kto_divergence"] > 1e-2
 
 
 def test_a_resumed_run_computes_no_answer_again(trained):
