@@ -22,8 +22,10 @@ from tests.megatron.lm.runs import (
     planned,
     require_same,
     scalars,
+    wanted,
 )
 from tests.support.gradients import write_corpus
+from tests.support.hybrids import HAS_LATENT
 
 SCRIPT = Path(CHECKOUT, "pretrain_hybrid.py")
 pytestmark = [
@@ -38,6 +40,9 @@ EXPERTS = f"""{HYBRID} --num-experts 4 --moe-router-load-balancing-type seq_aux_
 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall"""
 MTP = f"""{HYBRID} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7
 --make-vocab-size-divisible-by 128"""
+LATENT = f"""{HYBRID.replace("embedding-type rope", "embedding-type none")}
+--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4
+--v-head-dim 8 --rope-type rope --qk-layernorm"""
 ONE, TWO = (1, [*HDP, "256"]), (2, [*HDP, "160"])
 STAGES = ["--pipeline-model-parallel-size", "2"]
 CASES = {  # flags of the model, its pattern, layouts: ranks, flags, pattern with its stages
@@ -58,6 +63,11 @@ CASES = {  # flags of the model, its pattern, layouts: ranks, flags, pattern wit
         "*E*-",
         {"apart": (2, [*HDP, "256", "--expert-model-parallel-size", "2"], None)},
     ),
+    "latent": (
+        LATENT,
+        "+-+-",
+        {"two": (2, [*HDP, "160"], None), "stages": (4, [*HDP, "160", *STAGES], "+-|+-")},
+    ),
     "mtp": (
         MTP,
         "*-*-/*-/*-",
@@ -65,14 +75,18 @@ CASES = {  # flags of the model, its pattern, layouts: ranks, flags, pattern wit
     ),
 }
 
+if not HAS_LATENT:
+    del CASES["latent"]
+
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(request, tmp_path_factory):
     """One rank saves the weights that all others of a case start from; one run is stock."""
     folder = tmp_path_factory.mktemp("hybrids")
     write_corpus(folder, LENGTHS)
     plan = []
-    for name, (model, pattern, layouts) in CASES.items():
+    for name in wanted(request, CASES):
+        model, pattern, layouts = CASES[name]
         run = partial(planned, folder, model=model, script=SCRIPT, hybrid=True)
         first = run(f"{name} first", 1, [*with_pattern(pattern)], plugin=False, steps=2)
         plan.append({**first, "arguments": [*first["arguments"], "--save", str(folder / name)]})
@@ -84,7 +98,9 @@ def runs(tmp_path_factory):
 
 
 def with_pattern(pattern):
-    return ["--hybrid-layer-pattern", pattern]
+    # without TransformerEngine Megatron builds no latent attention; here `--spec` says how
+    latent = ["--transformer-impl", "transformer_engine"] if "+" in pattern else []
+    return ["--hybrid-layer-pattern", pattern, *latent]
 
 
 @pytest.mark.parametrize(
