@@ -62,7 +62,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
             ending.enter_context(closing(job.checkpoints))
             progress = job.load()
         Reference(arguments, job.chunks, checksums=arguments.checkpoint_checksums).add(
-            _steps_left(job, progress),
+            steps_left(job, progress),
             lambda: signals.agreed(parallel.compute_device()) is not None,
         )
         records = _train(job, progress, heartbeat, signals)
@@ -72,7 +72,7 @@ def pretrain(arguments: TrainingArguments) -> list[StepMetrics]:
     return records
 
 
-def _steps_left(job: TrainingJob, progress: Progress) -> list[StepsLeft]:
+def steps_left(job: TrainingJob, progress: Progress) -> list[StepsLeft]:
     """Of training, and of one evaluation, which begins anew each time."""
     arguments = job.arguments
     left = arguments.train_iters - progress.iteration

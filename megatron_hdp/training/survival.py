@@ -22,6 +22,8 @@ from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step import (
     DataPlane,
     HdpSteps,
+    Reference,
+    ReferenceSums,
     StepReport,
     build_executor,
     join_data_plane,
@@ -39,6 +41,7 @@ from megatron_hdp.training.loop import (
     require_finite,
     require_same_arguments,
     save_if_due,
+    steps_left,
     validate,
     write_step,
 )
@@ -61,6 +64,8 @@ class Shared:
     order: DataOrder
     counts: list[dict[str, Any]]
     """What steps of training and of validation had counted, see `HdpSteps.kept`."""
+    reference: ReferenceSums | None
+    """Of a loss of preferences."""
 
 
 def pretrain(arguments: TrainingArguments, membership: Membership) -> list[StepMetrics]:
@@ -111,6 +116,8 @@ class _Run:
         self._counts: list[dict[str, Any]] = []
         self._progress: Progress | None = None  # None: of a joiner
         self._order: DataOrder | None = None
+        self._reference: Reference | None = None
+        self._held: ReferenceSums | None = None  # by others, of a joiner
 
     def begin(self) -> Epoch:
         """Builds the model: in the first epoch's groups, or alone with those that join with it."""
@@ -153,6 +160,7 @@ class _Run:
             job = self._make_job(epoch)
         self._trace(epoch, job)
         assert self._progress is not None
+        self._refer(epoch, job)
         is_pending = not self._is_written
         first_step = self._progress.iteration + (0 if is_pending else 1)
         with (
@@ -226,6 +234,24 @@ class _Run:
             job.checkpoints.enter(self._progress)
             self._keep(steps)
         return job
+
+    def _refer(self, epoch: Epoch, job: TrainingJob) -> None:
+        """Lets the reference say what steps need of it, unless it has; it may end the epoch."""
+        if self._reference is None:
+            checksums = self._arguments.checkpoint_checksums
+            self._reference = Reference(self._arguments, job.chunks, checksums=checksums)
+        if epoch.number and self._arguments.hdp_objective is not None:
+            self._reference.enter(self._held)
+
+        def is_to_end() -> bool:
+            stop, is_over = self._agreed()
+            if is_over:
+                self._shards.settle()
+                raise EpochEnds
+            return stop is not None
+
+        assert self._progress is not None
+        self._reference.add(steps_left(job, self._progress), is_to_end)
 
     def _trace(self, epoch: Epoch, job: TrainingJob) -> None:
         """Lets the trace, if there is one, hold how this rank has come into an epoch."""
@@ -343,12 +369,13 @@ class _Run:
     def shared(self) -> Shared:
         """For those who join."""
         assert self._progress is not None and self._order is not None
-        return Shared(self._progress, self._order, self._counts)
+        sums = None if self._reference is None else self._reference.sums
+        return Shared(self._progress, self._order, self._counts, sums)
 
     def take_over(self, shared: Shared) -> None:
         """As one who joins."""
         self._progress, self._order = shared.progress, shared.order
-        self._counts = shared.counts
+        self._counts, self._held = shared.counts, shared.reference
 
     def _save_and_end(self, epoch: Epoch) -> None:
         """Too few are left for a step."""

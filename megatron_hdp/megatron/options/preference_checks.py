@@ -62,7 +62,6 @@ def check_preferences(args: TrainingArguments) -> None:
         "--mtp-num-layers": args.mtp_num_layers is not None,
         "--no-hdp-fused-loss": not args.hdp_fused_loss,
         "--overlap-param-gather": args.overlap_param_gather,
-        "--hdp-survive": args.hdp_survive,
         "--sft": args.sft,
         f"--hdp-long-sequence {args.long_documents}": args.long_documents != "error",
     }

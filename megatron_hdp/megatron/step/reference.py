@@ -27,6 +27,7 @@ from megatron_hdp.megatron.checkpoint.weights import load_weights
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step.hdp_steps import HdpSteps
 from megatron_hdp.megatron.step.reference_sums import ReferenceSums
+from megatron_hdp.runtime.gathering import from_first_rank
 
 _NAME = "reference-log-probs.npz"
 _WRITTEN_EVERY_S = 60.0
@@ -46,6 +47,9 @@ class StepsLeft:
 class Reference:
     """The frozen model of a run, and what it has said so far.
 
+    Attributes:
+        sums: what it has said; None before it is asked.
+
     Args:
         arguments: of the run.
         chunks: this rank's parts of the model that is trained.
@@ -62,8 +66,15 @@ class Reference:
         self._arguments, self._chunks, self._checksums = arguments, chunks, checksums
         self._path = _file(arguments)
         self._source: Path | None = None
-        self._model: str | None = None
-        self._sums: ReferenceSums | None = None
+        self.sums: ReferenceSums | None = None
+
+    def enter(self, held: ReferenceSums | None) -> None:
+        """Goes on in another epoch of the job, all ranks with what its first one knows.
+
+        Every rank must call this; who joins has `held` from another one.
+        """
+        self.sums = from_first_rank(self.sums or held, parallel.compute_device())
+        self._source = _checkpoint(self._arguments)
 
     def add(
         self, given: Sequence[StepsLeft], is_to_end: Callable[[], bool] = lambda: False
@@ -79,12 +90,12 @@ class Reference:
         left = [one for one in given if _needs_reference(one.steps)]
         if not left:
             return
-        if self._sums is None:
-            self._sums = self._opened()
+        if self.sums is None:
+            self.sums = self._opened()
         for one in left:
             assert one.steps.preferences is not None
             if one.steps.preferences.reference is None:
-                one.steps.preferences.hold(self._sums)
+                one.steps.preferences.hold(self.sums)
         missing = _missing(left)
         first = next(missing, None)
         if first is not None:
@@ -94,7 +105,7 @@ class Reference:
     def _opened(self) -> ReferenceSums:
         path = self._path
         self._source = _checkpoint(self._arguments)
-        self._model = model = _model(self._arguments, self._source)
+        model = _model(self._arguments, self._source)
         sums = on_first_rank(lambda: ReferenceSums.read(path) if path and path.exists() else None)
         if sums is None and model is None:
             raise ValueError(
@@ -113,7 +124,7 @@ class Reference:
         return ReferenceSums(model)
 
     def _require_computable(self, left: Sequence[StepsLeft]) -> None:
-        if self._model is None:
+        if self._source is None and not _is_a_try(self._arguments):
             raise ValueError(
                 f"--hdp-reference-log-probs {self._path}: found no log-probabilities of some "
                 "answers of this run, expected all of them: it is of other data or of a shorter "
@@ -132,7 +143,7 @@ class Reference:
         self, missing: Iterator[tuple[HdpSteps, Position]], is_to_end: Callable[[], bool]
     ) -> None:
         """Runs steps under the reference's weights, and keeps what it says in the file."""
-        count, written, path, sums = 0, time.monotonic(), self._path, self._sums
+        count, written, path, sums = 0, time.monotonic(), self._path, self.sums
         assert sums is not None
 
         def write(least_s: float) -> None:
@@ -211,9 +222,12 @@ def _model(arguments: TrainingArguments, source: Path | None) -> str | None:
     """What tells the reference from other models; None where there is none to run."""
     if source is not None:
         return on_first_rank(lambda: fingerprint_of(source))
-    if arguments.lora_rank is not None and arguments.hdp_reference_log_probs is None:
-        return f"drawn by seed {arguments.seed}"  # a try: adapters beside weights of no checkpoint
-    return None
+    return f"drawn by seed {arguments.seed}" if _is_a_try(arguments) else None
+
+
+def _is_a_try(arguments: TrainingArguments) -> bool:
+    """Whether adapters are trained beside weights of no checkpoint, which are the reference."""
+    return arguments.lora_rank is not None and arguments.hdp_reference_log_probs is None
 
 
 def _missing(left: Sequence[StepsLeft]) -> Iterator[tuple[HdpSteps, Position]]:

@@ -250,7 +250,6 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         ),
         ("--hdp-beta 0", "found --hdp-beta 0, expected a number above 0"),
         ("--hidden-dropout 0.1", "found --hidden-dropout 0.1, .* pass --hidden-dropout 0"),
-        ("--hdp-survive", "found --hdp-survive"),
         ("--no-hdp-fused-loss", "found --no-hdp-fused-loss"),
         ("--sft", "found --sft"),
         ("--hdp-long-sequence truncate", "found --hdp-long-sequence truncate"),
