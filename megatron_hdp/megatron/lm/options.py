@@ -212,11 +212,6 @@ def check(args: argparse.Namespace) -> None:
                 f"--hdp-encoder: found {name} beside it in a Megatron-LM checkout, expected one of "
                 "them: use python -m megatron_hdp.pretrain_gpt"
             )
-    if args.hdp_objective is not None and args.hdp_survive:
-        raise OptionError(
-            f"--hdp-objective {args.hdp_objective}: found --hdp-survive beside it in a Megatron-LM "
-            "checkout, expected one of them: use python -m megatron_hdp.pretrain_gpt"
-        )
     names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
     options = HdpOptions(**{name: getattr(args, name) for name in names})
     options.validate(

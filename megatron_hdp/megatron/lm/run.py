@@ -36,6 +36,7 @@ from megatron_hdp.megatron.step import (
     EvaluationLoss,
     HdpSteps,
     Reference,
+    ReferenceSums,
     StepReport,
     StepsLeft,
     batch_size_of,
@@ -250,6 +251,15 @@ class LmRun:
         """The training steps; the first call of an epoch builds them, on every rank."""
         return self._of_split("train", chunks)
 
+    def reference_sums(self) -> ReferenceSums | None:
+        """What the reference of a loss of preferences has said; None where it was not asked."""
+        return None if self._reference is None else self._reference.sums
+
+    def take_reference(self, held: ReferenceSums | None) -> None:
+        """In another epoch of the job, see `Reference.enter`; once there are steps."""
+        if self._reference is not None and self.arguments.hdp_objective is not None:
+            self._reference.enter(held)
+
     def interrupt(self) -> None:
         """From any thread: who waits for a data plane raises, until this rank has left."""
         self._is_interrupted = True
@@ -293,7 +303,7 @@ class LmRun:
         if is_first:
             of_all = {"train": self.args.train_iters - self.args.curr_iteration}
             count = of_all.get(split, self.args.eval_iters)
-            assert self._reference is not None, "it is there with the executor"
+            assert self._reference is not None, "it is there with the steps"
             self._reference.add([StepsLeft(steps, position, count)])
 
     def _begin_step(self, steps: HdpSteps, chunks: list[Any]) -> None:
@@ -379,10 +389,11 @@ class LmRun:
         if self._executor is None or self._cost_model is None:
             with torch.enable_grad():  # kernels are tried, though the first step may evaluate
                 self._use(build_executor(self.arguments, chunks, self._job.timeline))
-            arguments = options.with_paths(self.arguments, self.args)
-            self._reference = Reference(arguments, chunks, checksums=False)
             assert self._executor is not None and self._cost_model is not None
             self._executor._config.grad_sync_func = None  # a step reduces once, after the last one
+        if self._reference is None:
+            arguments = options.with_paths(self.arguments, self.args)
+            self._reference = Reference(arguments, chunks, checksums=False)
         if split not in self._steps:
             self._steps[split] = HdpSteps(
                 self.arguments,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from megatron_hdp.megatron.lm import checkpoint, options
 from megatron_hdp.megatron.lm.pretrain_job import PretrainJob
 from megatron_hdp.megatron.lm.run import LmRun
 from megatron_hdp.megatron.lm.saves_under_way import SavesUnderWay
-from megatron_hdp.megatron.step import HdpSteps, StepReport, speeds_at
+from megatron_hdp.megatron.step import HdpSteps, ReferenceSums, StepReport, speeds_at
 from megatron_hdp.megatron.world import EpochEnds, Recovery
 from megatron_hdp.overrides import Overrides
 from megatron_hdp.runtime.epochs import Epoch, Membership
@@ -88,7 +88,9 @@ class _Shared:
 
     before: dict[int, Before]
     applied: Applied | None
-    counts: list[dict[str, Any]] = field(default_factory=list)
+    counts: list[dict[str, Any]]
+    reference: ReferenceSums | None
+    """Of a loss of preferences."""
 
 
 class LmSurvival:
@@ -124,6 +126,7 @@ class LmSurvival:
         self._lines = {FIRST: 0, LAST: 0}
         self._is_behind = True
         self._counts: list[dict[str, Any]] = []
+        self._held: ReferenceSums | None = None  # by others, of a joiner
         self._operations = 0.0
         self._totals: dict[str, Any] = {}
         self._restored_totals: dict[str, Any] | None = None
@@ -285,13 +288,15 @@ class LmSurvival:
         assert version is not None
         step = version + 1 if self._is_behind else version
         applied = None if self._is_behind else self._applied[version]
-        return _Shared({step: self._before[step]}, applied, self._counts)
+        sums = None if self._run is None else self._run.reference_sums()
+        return _Shared({step: self._before[step]}, applied, self._counts, sums)
 
     def take_over(self, shared: _Shared) -> None:
         """As one who joins."""
         version = self.recovery.version
         assert version is not None
         self._before, self._counts = dict(shared.before), shared.counts
+        self._held = shared.reference
         self._is_behind = shared.applied is None
         if shared.applied is not None:
             self._applied[version] = shared.applied
@@ -390,6 +395,7 @@ class LmSurvival:
         again = None if self._is_behind else self._applied[version]
         self._restore(step)
         steps = run.steps(self._chunks)
+        run.take_reference(self._held)
         places = recovery.moved(epoch, steps)
         for counts in self._counts:
             steps.put_back(counts)

@@ -180,7 +180,6 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
             {"hidden_dropout": 0.0},
             "found --hdp-loaders ray beside",
         ),
-        ("--hdp-objective simpo --hdp-survive", {}, "simpo: found --hdp-survive beside it"),
         ("--hdp-encoder e", {"hidden_dropout": 0.1}, "found --hidden-dropout 0.1, which does not"),
         ("--lora-rank 2", BASE | {"ckpt_format": "torch"}, "format torch, expected torch_dist"),
         ("--lora-rank 2", BASE | {"finetune": True}, "and --finetune beside it, expected one"),

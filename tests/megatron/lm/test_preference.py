@@ -42,6 +42,14 @@ BESIDE = {"adapters": "adapters alone", "kto": "kto alone"}
 """Those that another run of one rank is compared with."""
 
 
+ANSWERS, RUN = "HdpSteps.answers", "HdpSteps.run"
+LOST = {  # whose rank dies in which call, and how many run
+    "in the reference": (2, ANSWERS, 3),
+    "in the reference of an evaluation": (0, ANSWERS, 5),
+    "in the step": (2, RUN, 4),  # one is of an evaluation; another rank joins
+}
+
+
 def preferred_over(prefix, folder, name, ranks=1, tokens="400", flags=(), reference="base", **more):
     """A run of DPO over pairs, from the checkpoint of a run on text."""
     data = ["--data-path", prefix, "--metrics-path", str(folder / f"{name}.jsonl")]
@@ -69,6 +77,13 @@ def trained(request, tmp_path_factory):
         if name in BESIDE:
             plan.append(preferred(BESIDE[name], flags=flags))
         plan.append(preferred(name, ranks, tokens, flags))
+    for name in wanted(request, LOST):
+        member, function, calls = LOST[name]
+        fault = {"function": function, "step": calls}
+        fault["module"] = "megatron_hdp.megatron.step.hdp_steps"
+        more = {"survives": {str(member): fault}}
+        more |= {"replaces": True, "waits_at": STEPS} if name == "in the step" else {}
+        plan.append(preferred(name, 4, "100", ["--hdp-survive"], **more))
     plan.append(ours(prefix, folder))
     drive(folder, plan)
     return folder
@@ -116,6 +131,14 @@ def test_any_layout_has_the_steps_of_one_rank(trained, name):
     found = lines_of(trained, name)
     require_same(found, lines_of(trained, BESIDE.get(name, "one")))
     assert name != "kto" or found[-1]["kto_divergence"] > 1e-2
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_rank_is_lost(trained, name):
+    require_same(lines_of(trained, name), lines_of(trained, "one"))
+    said = (trained / f"log {name}.said").read_text()
+    assert "was killed by SIGKILL" in said
+    assert ("HDP ranks join" in said) == (name == "in the step")
 
 
 def test_a_resumed_run_computes_no_answer_again(trained):
