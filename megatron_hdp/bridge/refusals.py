@@ -23,7 +23,11 @@ _UNSUPPORTED = {  # where it stands: values that HDP knows, what to do
     "rerun_state_machine.check_for_spiky_loss": ((False,), "set False"),
 }
 _ADAPTERS = ("megatron.bridge.peft.lora", "LoRA")
-_ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_ADAPTED = (
+    *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),  # of latent attention
+    *("linear_kv_down_proj", "linear_kv_up_proj"),
+)
 
 
 def require_known(config: Any, forward_step: Any) -> None:
@@ -98,8 +102,8 @@ def _found_in_adapters(peft: Any, model: Any) -> Iterator[str]:
                 f"found peft.target_modules with {one}, expected {', '.join(_ADAPTED)}, plain or "
                 "behind a pattern: HDP runs routers, embeddings and the output by other means"
             )
-    if getattr(model, "num_moe_experts", None) or getattr(model, "multi_latent_attention", False):
+    if getattr(model, "num_moe_experts", None) and getattr(model, "moe_grouped_gemm", False):
         yield (
-            "found peft in a model of experts or latents, expected a dense one with plain "
-            "attention: train all weights, or megatron-hdp train with --lora-rank"
+            "found peft in a model of grouped experts, expected each by itself, because kernels of "
+            "groups take the weights of all at once: set moe_grouped_gemm to False"
         )

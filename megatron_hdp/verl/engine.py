@@ -165,7 +165,10 @@ class _OverHdp(MegatronEngineWithLMHead):  # type: ignore[misc]  # verl has no t
             )
         if not forward_only:
             loss, weights = weights_of(of_sequences, found)
-            self.session.step(replace(batch, arrays={"weights": weights}), weighed, divisor=1)
+            # verl's loss is divided already; what routers add is a sum over tokens
+            num = sum(map(len, rows.tokens))
+            batch = replace(batch, arrays={"weights": [one * num for one in weights]})
+            self.session.step(batch, weighed, divisor=num)
         elif loss_function is not None:
             loss = float(of_sequences(found))
         outputs = nested(found, device)

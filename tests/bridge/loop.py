@@ -74,9 +74,7 @@ def loop():
         from megatron.bridge.training.finetune import finetune
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
-    initialize.compile_helpers = lambda: (
-        None
-    )  # C++ of pretraining data, which the wheel has compiled
+    initialize.compile_helpers = lambda: None  # the wheel has them compiled
     logging.disable(logging.INFO)
     return pretrain, finetune, forward_step
 
@@ -141,6 +139,7 @@ def configuration(
     """
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.models.mla_provider import MLAModelProvider
     from megatron.bridge.training import config as of
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
@@ -149,7 +148,8 @@ def configuration(
 
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
     how = {"normalization": "RMSNorm", "position_embedding_type": "rope", "hidden_dropout": 0.0}
-    provider = GPTModelProvider(
+    is_latent = layout.get("multi_latent_attention")
+    provider = (MLAModelProvider if is_latent else GPTModelProvider)(
         **{
             **ON_CPU,
             **sizes,
@@ -231,7 +231,8 @@ def noted(run, config, forward_step, options=None):
 
         def on_train_end(self, context):
             weights = [one for chunk in context.model for one in chunk.parameters()]
-            buffers = [one for chunk in context.model for one in chunk.buffers]
+            parts = [(*one.buffers, *one.expert_parallel_buffers) for one in context.model]
+            buffers = [one for part in parts for one in part]
             found["weights"] = sum(one.numel() for one in weights)
             found["trained"] = sum(one.numel() for one in weights if one.requires_grad)
             found["reduced"] = sum(one.numel() for buffer in buffers for one in buffer.params)

@@ -128,8 +128,7 @@ def test_a_configuration_that_would_not_run_as_it_says_is_refused():
         ),
         ({"target_modules": []}, "target_modules with exclude_modules"),
         ({"dropout": 0.1}, "found peft.dropout = 0.1, expected 0: what"),
-        ({"num_moe_experts": 8}, "found peft in a model of experts"),
-        ({"multi_latent_attention": True}, "found peft in a model of experts or latents"),
+        ({"num_moe_experts": 8, "moe_grouped_gemm": True}, "found peft in a model of grouped exp"),
         ({"kind": "DoRA"}, "found peft = DoRA, expected Bridge's LoRA"),
     ],
 )

@@ -303,7 +303,11 @@ COMMANDS = {
         "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_from_the_command_line"
     ),
     "python scripts/benchmarks/bench_planner.py --strategies static dynamic-cp auto "
-    "--cases 'github-N64-*K' 'byted-N64-*K' '*-N1024-*' '*-P4'": Elsewhere(
+    "--cases 'github-N64-*K' 'byted-N64-*K' '*-N1024-*'": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_from_the_command_line"
+    ),
+    "python scripts/benchmarks/bench_planner.py --pipelines --strategies static dynamic-cp auto "
+    "--cases '*-N64-C8K-P4' '*-N256-C8K-P4'": Elsewhere(
         "tests/scripts/benchmarks/test_bench_planner.py::test_a_run_from_the_command_line"
     ),
     "megatron-hdp plan --lengths preset:github --ranks 64 --tokens-per-rank 8192 "

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from tests.verl.engines import HOW, engine_of, is_there, save_experts, save_llama
 
-VOCABULARY, TEMPERATURE = 128, 0.9
+VOCABULARY, TEMPERATURE, BALANCE = 128, 0.9, 5.0
 TEMPERATURES = (0.5, 0.9, 1.0, 1.5, 2.0, 0.7)  # of sequences, in one case
 LENGTHS = ((200, 100), (30, 10), (500, 200), (100, 50), (1, 199), (60, 30))  # prompts, answers
 LOSSES = {  # settings of the actor; None: supervised
@@ -153,13 +153,14 @@ def trained(folder, how):
     return found
 
 
-def by_transformers(folder, names=LOSSES, merged=None):
+def by_transformers(folder, names=LOSSES, merged=None, balance=0.0):
     """The same by verl's losses over transformers' model in float64.
 
     Args:
         folder: of the model.
         names: of losses.
         merged: (weights by name in place of the model's, what the gradients are by), if others.
+        balance: of experts, the coefficient; `loss` is without.
     """
     from verl.utils import tensordict_utils as tu
     from verl.utils.py_functional import append_to_dict
@@ -169,10 +170,13 @@ def by_transformers(folder, names=LOSSES, merged=None):
     others, parameters = merged or ({}, list(model.parameters()))
     found = {}
     for name in names:
-        data, outputs = batch_of(name), {"log_probs": [], "entropy": []}
+        data, outputs, routed = batch_of(name), {"log_probs": [], "entropy": []}, []
         several = TEMPERATURES if name == "temperatures" else [TEMPERATURE] * len(LENGTHS)
         for tokens, one in zip(data["input_ids"].unbind(), several, strict=True):
-            logits = functional_call(model, others, (tokens[None],)).logits[0, :-1] / one
+            asked = {"output_router_logits": True} if balance else {}
+            out = functional_call(model, others, (tokens[None],), asked)
+            routed += [balance_of(each) for each in out.router_logits] if balance else []
+            logits = out.logits[0, :-1] / one
             log_p = logits.log_softmax(-1)
             wanted = log_p.gather(1, tokens[1:, None])[:, 0]
             entropies = -(log_p.exp() * log_p).sum(-1)
@@ -188,7 +192,8 @@ def by_transformers(folder, names=LOSSES, merged=None):
         num = data["loss_mask"].values().sum().item()
         tu.assign_non_tensor(data, batch_num_tokens=num, dp_size=1, num_micro_batch=1)
         loss, metrics = loss_of(name)(model_output=nested, data=data, dp_group=None)
-        gradients = torch.autograd.grad(loss, parameters)
+        whole = loss + balance * sum(routed) / sum(map(sum, LENGTHS))
+        gradients = torch.autograd.grad(whole, parameters)
         by_name = {}
         append_to_dict(by_name, metrics)
         norm = torch.stack([one.norm() for one in gradients]).norm().item()
@@ -199,3 +204,31 @@ def by_transformers(folder, names=LOSSES, merged=None):
             values = one.detach().values().numpy()
             found[name][key] = np.where(answers, values, 0) if name != "sft" else values
     return found
+
+
+def balance_of(logits, chosen=2):
+    """``seq_aux_loss`` of one layer and sequence, by its tokens ``[n, experts]``, times n."""
+    num, num_experts = logits.shape
+    scores = logits.softmax(-1)
+    share = torch.zeros_like(scores).scatter(1, scores.topk(chosen).indices, 1).mean(0) / chosen
+    return num * num_experts * (share * scores.mean(0)).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_balancing_losses_are_those_of_one_rank(run_ranks, tmp_path, monkeypatch):
+    """A mean over tokens beside verl's loss, whatever that is divided by."""
+    if not is_there():
+        pytest.skip(HOW)
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "hdp")
+    save_experts(tmp_path, vocabulary=VOCABULARY)
+    how = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": BALANCE}
+    found = run_ranks(2, trained, str(tmp_path), how, timeout_s=800)
+    expected = by_transformers(str(tmp_path), balance=BALANCE)
+    without = by_transformers(str(tmp_path))
+    apart = [abs(expected[one]["norm"] / without[one]["norm"] - 1) for one in LOSSES]
+    assert max(apart) > 1e-2
+    for name in LOSSES:
+        for one in found:
+            assert one[name]["loss"] == pytest.approx(expected[name]["loss"], rel=1e-5, abs=1e-6)
+            assert one[name]["norm"] == pytest.approx(expected[name]["norm"], rel=1e-4), name
