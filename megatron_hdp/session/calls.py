@@ -145,11 +145,6 @@ def require_known(arguments: TrainingArguments) -> None:
             f"found --hdp-encoder {arguments.hdp_encoder}, which is for the standalone trainer: "
             "leave it out; the loop of a session calls attach_encoder"
         )
-    if arguments.mtp_num_layers is not None:
-        raise ValueError(
-            f"found --mtp-num-layers {arguments.mtp_num_layers}, expected none: a session's losses "
-            "begin at the model's last hidden states, and these layers would learn nothing"
-        )
     if arguments.hidden_dropout:
         raise ValueError(
             f"found --hidden-dropout {arguments.hidden_dropout}, expected 0: a session's gradients "

@@ -71,6 +71,7 @@ def arguments_of_model(
         name = _RENAMED.get(item.name, item.name)
         if hasattr(config, name) and item.name not in _OF_HDP:
             values[item.name] = getattr(config, name)
+    values["mtp_num_layers"] = values.get("mtp_num_layers") or None  # Megatron's may be 0
     for name in _WRITTEN:
         if values.get(name) is not None:
             values[name] = str(values[name])

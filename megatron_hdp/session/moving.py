@@ -11,7 +11,7 @@ from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
 from megatron_hdp.megatron.optimizer import build_optimizer
 from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.megatron.step import cost_model_of, plan_settings, reader_of
+from megatron_hdp.megatron.step import FurtherLosses, cost_model_of, plan_settings, reader_of
 from megatron_hdp.megatron.world import World
 from megatron_hdp.planner import CostModel
 from megatron_hdp.runtime.health import fingerprint, require_agreement
@@ -26,6 +26,7 @@ class SessionPlace:
     cost_model: CostModel
     settings: PlanSettings
     reader: Reader
+    further: FurtherLosses
 
     @classmethod
     def of(
@@ -45,7 +46,9 @@ class SessionPlace:
         }
         require_agreement(facts, parallel.compute_device())
         settings = plan_settings(arguments, place, cost_model, vocab_size)
-        return cls(executor, cost_model, settings, reader_of(place, vocab_size, broadcast_at=()))
+        depths, factor = arguments.mtp_num_layers or 0, arguments.mtp_loss_scaling_factor
+        reader = reader_of(place, vocab_size, broadcast_at=(), num_further=depths)
+        return cls(executor, cost_model, settings, reader, FurtherLosses(depths, factor, place))
 
 
 def world_of(arguments: TrainingArguments, chunks: Sequence[Any], timeline: Timeline) -> World:

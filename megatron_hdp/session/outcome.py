@@ -45,6 +45,8 @@ class SessionReport:
     """Bytes that all ranks sent around rings, forward and backward."""
     offloaded_bytes: int
     """Bytes of activations, of all ranks, that waited in host memory."""
+    mtp_loss: float | None
+    """Nats: mean loss of multi-token prediction over its depths; None where there is none."""
 
 
 def totals_of(outcome: RankOutcome, place: RankPlace, has_sums: bool) -> dict[str, float]:
@@ -52,6 +54,7 @@ def totals_of(outcome: RankOutcome, place: RankPlace, has_sums: bool) -> dict[st
     job = over_all_ranks(
         sums={
             "loss": sum(outcome.losses),
+            "further losses": sum(outcome.further_losses),
             "ring_bytes": outcome.ring_bytes,
             "offloaded_bytes": outcome.offloaded_bytes,
             "ranks with sums": has_sums,

@@ -100,7 +100,7 @@ class HdpSession:
         found = SessionPlace.of(self.arguments, executor, self._vocab_size)
         self._executor, self.place = executor, executor.place
         self.cost_model, self._settings = found.cost_model, found.settings
-        self._reader = found.reader
+        self._reader, self._further = found.reader, found.further
         self._watch = Watch(self.arguments, self._timeline)
         if self._media is not None:
             self.attach_encoder(self._media.encoder, balance=self._media.balance)
@@ -256,7 +256,7 @@ class HdpSession:
         world.optimizer = self._optimizer
         world.require_movable()
         self._watch.end()
-        del self._executor, self._reader, self._settings
+        del self._executor, self._reader, self._settings, self._further
         self._world = world
         world.leave()
 
@@ -309,7 +309,7 @@ class HdpSession:
         What is minimised is one sum over all tokens with loss, divided once. Without `loss` it is
         the sum of each one's negative log-probability, in nats, times its weight. The gradient is
         that of one rank that ran each sequence alone, whatever the plan. What routers of experts
-        add is summed over tokens and divided likewise.
+        add is summed over tokens and divided likewise; multi-token prediction, a mean, is not.
 
         Args:
             batch: the sequences; a plain sequence of arrays of token ids will do.
@@ -331,7 +331,7 @@ class HdpSession:
             if not isinstance(loss, FromHidden):
                 require_head(self.chunks, isinstance(loss, FromValues))
 
-        call = ("step", kind_of(loss), divisor, forward_only)
+        call = "step", kind_of(loss), divisor, forward_only
         checked, made, share = self._agreed(batch, plan, require, *call)
         objective = WeightedNll(checked) if loss is None else OwnFunction(checked, loss)
         loss_tokens = int(checked.num_loss_tokens(objective.shift).sum())
@@ -346,10 +346,8 @@ class HdpSession:
             sums = objective.sums()
         job = totals_of(outcome, self.place, bool(sums))
         require_finite_loss(job["loss"], micro_batches, outcome.losses)
-        figures = {}
-        if job["ranks with sums"]:  # tensor-parallel ranks hold the same
-            mine = sums if self.place.tensor_rank == 0 else {}
-            figures = summed_by_name(mine, parallel.compute_device())
+        mine = sums if self.place.tensor_rank == 0 else {}  # tensor-parallel ranks hold the same
+        figures = summed_by_name(mine, parallel.compute_device()) if job["ranks with sums"] else {}
         if not forward_only:
             finish_gradients(self.chunks, parameters, self.place, divisor)
         return SessionReport(
@@ -363,6 +361,7 @@ class HdpSession:
             makespan_s=job["makespan_s"],
             ring_bytes=int(job["ring_bytes"]),
             offloaded_bytes=int(job["offloaded_bytes"]),
+            mtp_loss=None if forward_only else self._further.mean(job["further losses"], divisor),
         )
 
     @watched(EveryRankError)
@@ -458,9 +457,8 @@ class HdpSession:
                 checked.step_media = self._media.prepared(checked, checked.items, made, checked)
             return checked, made, share
 
-        device = parallel.compute_device()
-        checked, made, share = on_every_rank(prepared, device)
-        require_same(call, checked, made, device)
+        checked, made, share = on_every_rank(prepared, parallel.compute_device())
+        require_same(call, checked, made, parallel.compute_device())
         checked.decode_media(self.arguments.hdp_corrupt_limit)
         return checked, made, share
 
@@ -468,8 +466,8 @@ class HdpSession:
         self, objective: LogProbs, checked: CheckedBatch, share: RankShare, dtype: Any, to: str
     ) -> list[torch.Tensor] | None:
         micro_batches, outcome = self._run(checked, share, 1.0, objective, True)
-        job = totals_of(outcome, self.place, False)
-        require_finite_loss(job["loss"], micro_batches, outcome.losses)
+        total = totals_of(outcome, self.place, False)["loss"]
+        require_finite_loss(total, micro_batches, outcome.losses)
         is_mine = self.place.is_last_stage and self.place.tensor_rank == 0
         found = added_up(objective.all(dtype) if is_mine else objective.none(dtype), to)
         return None if found is None else checked.per_sequence(found)
@@ -486,6 +484,7 @@ class HdpSession:
         micro_batches = tuple(
             read_micro_batch(share, slot, self._reader, checked) for slot in range(share.num_slots)
         )
+        weights = () if forward_only else self._further.weights(micro_batches, divisor)
         with (
             in_mode(self.chunks, training=not forward_only),
             rows_in_place(checked, micro_batches, divisor, forward_only) as micro_batches,
@@ -496,5 +495,6 @@ class HdpSession:
                 forward_only,
                 ends_together=share.ends_together,
                 own_loss=objective,
+                further_weights=weights,
             )
         return micro_batches, outcome

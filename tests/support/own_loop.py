@@ -250,10 +250,19 @@ def reference(arguments, batch, kind):
     loss, divisor = loss_of(kind)
     total, num, of_sequences = torch.zeros(()).double(), 0, []
     of_routers = torch.zeros(()).double()
+    depths = arguments.mtp_num_layers or 0
+    behind, num_behind = [torch.zeros(()).double()] * depths, [0] * depths
     for i, tokens in enumerate(map(torch.as_tensor, batch.tokens)):
         length, mask = len(tokens), torch.as_tensor(batch.loss_mask[i])
         causal = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        logits = gpt(tokens[None], torch.arange(length)[None], causal)[0]
+        if depths:
+            given = gpt, tokens, tokens[1:], mask[1:], causal, depths
+            losses, counts = gradients._losses_behind(*given)
+            behind = [one + more for one, more in zip(behind, losses, strict=True)]
+            num_behind = [one + more for one, more in zip(num_behind, counts, strict=True)]
+            logits = gpt.seen[0][0]
+        else:
+            logits = gpt(tokens[None], torch.arange(length)[None], causal)[0]
         of_routers = of_routers + sum(gradients._router_loss(arguments, seen) for seen in routers)
         routers.clear()
         logits = logits / getattr(loss, "temperature", 1.0)
@@ -288,7 +297,10 @@ def reference(arguments, batch, kind):
     names, parameters = zip(*global_parameters(gpt), strict=True)
     if kind == "values":
         names, parameters = (*names, "head"), (*parameters, loss.parameters[0])
-    grads = torch.autograd.grad((total + of_routers) / divisor, parameters, allow_unused=True)
+    whole = (total + of_routers) / divisor
+    for one, count in zip(behind, num_behind, strict=True):
+        whole = whole + arguments.mtp_loss_scaling_factor / depths * one / count
+    grads = torch.autograd.grad(whole, parameters, allow_unused=True)
     grads = [
         torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)
     ]

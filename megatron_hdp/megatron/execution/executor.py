@@ -195,10 +195,10 @@ class HdpExecutor:
                 and before gradients are reduced; then none is reduced before.
 
         Raises:
-            EveryRankError: a loss of the caller's own where the model has others.
+            EveryRankError: a loss of the caller's own where MTP layers would learn nothing.
         """
         more = getattr(self._config, "mtp_num_layers", None)
-        if own_loss is not None and more:
+        if own_loss is not None and more and not (further_weights or forward_only):
             raise EveryRankError(
                 f"found mtp_num_layers {more}, expected none: a loss of the caller's own begins at "
                 "the hidden states of the next token, so MTP layers would learn nothing; build the "

@@ -51,6 +51,11 @@ class EndsInLoss:
                     f"the fused loss does not support {name} = {getattr(self.config, name)}: "
                     "leave it out or pass --no-hdp-fused-loss"
                 )
+        if self.gives_values and getattr(self, "mtp", None) is not None:
+            raise ValueError(
+                "found multi-token prediction in a model whose head gives values, expected none: "
+                "its layers predict tokens; build the critic without them"
+            )
         if self.post_process and not self.gives_values:
             self.output_layer = FusedLossOutputLayer.like(self.output_layer)
 
@@ -85,29 +90,23 @@ class EndsInLoss:
             behind: the hidden states and, after them, those of MTP's depths; called where they
                 learn.
         """
-        loss_head = getattr(packed_seq_params, "loss_head", None)
-        if loss_head is not None:
-            learns = bool(packed_seq_params.is_whole_loss)
-            if self.gives_values:
-                group, weight = self.pg_collection.tp, self.output_layer.weight
-                is_shared_out = self.config.sequence_parallel
-                return loss_head(
-                    LastStage(hidden_states, group, is_shared_out, lambda: (weight, None))
-                )
-            return loss_head(self.output_layer.last_stage(hidden_states, self._tied(), learns))
         further = getattr(packed_seq_params, "further", None)
         states: Sequence[torch.Tensor] = ()
         if further is not None:
             hidden_states, *states = behind(hidden_states).chunk(1 + len(further.mask))
-        is_whole_loss = getattr(packed_seq_params, "is_whole_loss", False)
-        loss = self.output_layer(
-            hidden_states,
-            self._tied(),
-            labels=labels,
-            loss_mask=loss_mask,
-            loss_sums=getattr(packed_seq_params, "loss_sums", None),
-            is_whole_loss=is_whole_loss,
-        )
+        is_whole_loss = bool(getattr(packed_seq_params, "is_whole_loss", False))
+        loss_head = getattr(packed_seq_params, "loss_head", None)
+        if loss_head is not None:
+            loss = loss_head(self._last_stage(hidden_states, is_whole_loss))
+        else:
+            loss = self.output_layer(
+                hidden_states,
+                self._tied(),
+                labels=labels,
+                loss_mask=loss_mask,
+                loss_sums=getattr(packed_seq_params, "loss_sums", None),
+                is_whole_loss=is_whole_loss,
+            )
         if further is None:
             return loss
         losses = [
@@ -122,6 +121,14 @@ class EndsInLoss:
             for depth, one in enumerate(states, 1)
         ]
         return further.total(loss, losses)
+
+    def _last_stage(self, states: torch.Tensor, is_whole_loss: bool) -> LastStage:
+        """What a loss of the caller's own is given."""
+        if self.gives_values:
+            group, weight = self.pg_collection.tp, self.output_layer.weight
+            return LastStage(states, group, self.config.sequence_parallel, lambda: (weight, None))
+        found: LastStage = self.output_layer.last_stage(states, self._tied(), is_whole_loss)
+        return found
 
     def _tied(self) -> torch.Tensor | None:
         """The embedding's weights where the output layer has none of its own."""

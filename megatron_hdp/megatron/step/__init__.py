@@ -2,6 +2,7 @@
 
 from megatron_hdp.megatron.step.figures import (
     EvaluationLoss,
+    FurtherLosses,
     SourceFigures,
     StepFigures,
     StepReport,
@@ -38,6 +39,7 @@ from megatron_hdp.megatron.step.stock_steps import StockSteps, build_datasets
 __all__ = [
     "DataPlane",
     "EvaluationLoss",
+    "FurtherLosses",
     "HdpSteps",
     "NonFinite",
     "NonFiniteError",

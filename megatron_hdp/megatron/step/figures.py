@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hdp.data.mixture import Corpus, Position
-from megatron_hdp.data.steps import Amounts, RankStep, StepTotals
+from megatron_hdp.data.steps import Amounts, RankMicroBatch, StepTotals
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.runtime.host_to_device import numbers_to_device
 from megatron_hdp.runtime.loss import RewardFigures
@@ -369,25 +369,25 @@ class FurtherLosses:
     factor: float
     place: RankPlace
 
-    def weights(self, step: RankStep, loss_tokens: int) -> tuple[float, ...]:
+    def weights(self, micro_batches: Sequence[RankMicroBatch], divisor: float) -> tuple[float, ...]:
         """What each depth's sum weighs, so that its mean counts as the factor says.
 
-        All sums are divided by `loss_tokens` of the global batch at the end. Every rank must call
-        this, its corrupt documents dropped.
+        All sums are divided by `divisor` at the end, mostly the loss tokens of the global batch.
+        Every rank must call this, its corrupt documents dropped.
         """
         if not self.depths:
             return ()
         counts = np.zeros(self.depths)
         if self.place.is_last_stage and self.place.tensor_rank == 0:
-            for one in step.micro_batches:
+            for one in micro_batches:
                 counts += one.further_mask.reshape(self.depths, -1).sum(axis=1)
         sums = {str(depth): float(count) for depth, count in enumerate(counts)}
         share = self.factor / self.depths
         over_job = over_all_ranks(sums, {}, compute_device())
-        return tuple(share * loss_tokens / max(over_job[name], 1.0) for name in sums)
+        return tuple(share * divisor / max(over_job[name], 1.0) for name in sums)
 
-    def mean(self, total: float, loss_tokens: int) -> float | None:
+    def mean(self, total: float, divisor: float) -> float | None:
         """The mean over depths of their mean losses, of all ranks' weighted sums."""
         if not self.depths or not self.factor:
             return None
-        return total / self.place.num_tensor_ranks / (self.factor * max(loss_tokens, 1))
+        return total / self.place.num_tensor_ranks / (self.factor * max(divisor, 1e-300))

@@ -189,7 +189,7 @@ class HdpSteps:
         after = step.totals.after.knowing(position)
         self.loaders.expect(after)
         with self._agreement():
-            weights = self._further.weights(step, amounts.loss_tokens)
+            weights = self._further.weights(step.micro_batches, amounts.loss_tokens)
         with self._agreement():
             share_tokens(step, self.place, self._broadcast_at)
         self._seed_dropout(step.totals.before.sequences)
@@ -432,7 +432,7 @@ class HdpSteps:
             steps_ahead=-int(job["minus_steps_ahead"]) if self._has_plane else None,
             skipped_documents=sum(self._left_out.num_skipped),
             planner_failures=self.num_planner_failures,
-            mtp_loss=self._further.mean(job["further_loss"], amounts.loss_tokens),
+            mtp_loss=self._further.mean(job["further_loss"], max(amounts.loss_tokens, 1)),
             sources=figures_by_source(
                 self.corpus,
                 totals,
