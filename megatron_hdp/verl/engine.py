@@ -196,7 +196,9 @@ def _require_plain(model_config: Any) -> None:
     if model_config.lora_rank:
         raise ValueError("found lora_rank, which is for FSDP: set the rank of lora")
     if model_config.mtp.enable:
-        raise ValueError("found mtp, whose layers learn nothing under HDP: switch it off")
+        raise ValueError(
+            "found mtp, whose layers HDP would not train as verl's settings say: switch it off"
+        )
 
 
 def _require_on_device(chunks: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
-"""Gradients after one step of a hybrid with multi-token prediction equal those of one rank.
+"""Gradients after a checkout's step of a hybrid with multi-token prediction are those of one rank.
 
-Those of its other blocks: `tests.session.test_hybrids`, as sessions take no multi-token prediction.
+Those of sessions over hybrids: `tests.session.test_hybrids` and `tests.session.test_mtp`.
 """
 
 from contextlib import nullcontext

@@ -26,7 +26,7 @@ def test_refusals(run_ranks, monkeypatch):
     (found,) = run_ranks(1, refused, timeout_s=500)
     expected = {name: words for name, (_, words) in SETTINGS.items()}
     expected |= {
-        "mtp": "found mtp, whose layers learn nothing under HDP: switch it off",
+        "mtp": "found mtp, whose layers HDP would not train as verl's settings say: switch it off",
         "lora": "found lora_rank, which is for FSDP: set the rank of lora",
         "images": "found multi_modal_inputs in the batch, which HDP does not know: leave it out",
         "padded": "found padded input_ids, expected nested ones: set use_remove_padding",
