@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 from megatron_hdp.arrays import Int64Array
+from megatron_hdp.encoders.blocks import Gather, Grid
 from megatron_hdp.media import PATCHES_PER_PACK, Encoder, ItemCostModel, MRope, Patches, RowGrid
 
 CHANNELS = 3
+MOST_RANKS = 8
+"""That encode one item together."""
 _VALUES = 256  # of a byte
 
 
@@ -121,6 +124,10 @@ class ItemEncoder(torch.nn.Module):
         tower, projector = self.trained_parts
         return self.shape.training_flop(patches, tower=tower, projector=projector)
 
+    def most_ranks(self, items: Sequence[Any]) -> int:
+        """The most ranks that may encode one of these together: 1, if it cannot be cut."""
+        return 1
+
     @staticmethod
     def _require_kind(item: Any, attribute: str, expected: str) -> None:
         """Refuses what has not what this encoder's items have."""
@@ -174,10 +181,14 @@ class PatchEncoder(ItemEncoder, ABC):
 
     def forward(self, items: Sequence[Patches]) -> torch.Tensor:
         """Rows of items, one behind another, ``[rows, levels * hidden]``."""
+        numbers = torch.cat([self._numbers(one.values) for one in items])
+        return self.encoded(numbers, [one.grid for one in items])
+
+    def _numbers(self, values: Any) -> torch.Tensor:
+        """Normalised patches, ``[n, colours * frames * pixels]``."""
         weight = next(self.parameters())
-        values = [torch.from_numpy(np.ascontiguousarray(one.values)) for one in items]
-        numbers = [self._frames(self.pixels.of(one.to(weight.device))) for one in values]
-        return self.encoded(torch.cat(numbers).to(weight.dtype), [one.grid for one in items])
+        found = torch.from_numpy(np.ascontiguousarray(values)).to(weight.device)
+        return self._frames(self.pixels.of(found)).to(weight.dtype)
 
     @abstractmethod
     def encoded(self, patches: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> torch.Tensor:
@@ -215,6 +226,40 @@ class PatchEncoder(ItemEncoder, ABC):
     @property
     def _most_frames(self) -> int:
         return self.shape.resizing.frames_per_patch
+
+
+class CutEncoder(PatchEncoder):
+    """One whose items several ranks may encode together, cut between rows."""
+
+    def most_ranks(self, items: Sequence[Patches]) -> int:
+        """More than one, unless an item has patches that do not see all others."""
+        return MOST_RANKS if all(one.grid[0] == 1 for one in items) else 1
+
+    def rows_of_pieces(self, item: Patches, degree: int) -> list[Int64Array]:
+        """The rows that each of so many ranks makes of an item, in the order of its pieces."""
+        rows = np.arange(len(item.values) // self.patches_per_row)
+        return np.array_split(rows, degree)
+
+    def encode_piece(self, item: Patches, degree: int, member: int, gather: Gather) -> torch.Tensor:
+        """The rows of one piece, ``[rows, levels * hidden]``; all members must call it.
+
+        Args:
+            item: that is cut.
+            degree: ranks that encode it.
+            member: which of them this one is.
+            gather: gives keys and values of all members.
+        """
+        rows = self.rows_of_pieces(item, degree)[member]
+        values = np.asarray(item.values)
+        values = values.reshape(-1, self.patches_per_row, values.shape[1])[rows]
+        patches = self._numbers(values.reshape(-1, values.shape[-1]))
+        return self._encoded_piece(patches, item.grid, torch.from_numpy(rows), gather)
+
+    @abstractmethod
+    def _encoded_piece(
+        self, patches: torch.Tensor, grid: Grid, rows: torch.Tensor, gather: Gather
+    ) -> torch.Tensor:
+        """Rows with these numbers, of their normalised patches."""
 
 
 def mrope_of(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as functional
 
 Grid = tuple[int, int, int]
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""Of ``[2, n, heads, d]`` of one member of an item that is cut those of all, ``[2, all, ...]``."""
 
 
 class Blocks:
@@ -48,6 +50,24 @@ class Blocks:
             found.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         whole = torch.cat(found)
         return whole if self._back is None else whole[self._back]
+
+
+class CutBlock:
+    """A block of which several ranks have some patches each: these attend to those of all.
+
+    Args:
+        gather: keys and values of all.
+    """
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """As of `Blocks`, of this rank's patches."""
+        of_all = self._gather(torch.stack((key, value)))
+        q, k, v = (one.transpose(0, 1)[None] for one in (query, *of_all))
+        out = functional.scaled_dot_product_attention(q, k, v)
+        return out[0].transpose(0, 1).flatten(1)
 
 
 def frames_of(grids: Sequence[Grid]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from megatron_hdp.encoders.blocks import Blocks, Rotation, wide
+from megatron_hdp.encoders.blocks import Blocks, CutBlock, Rotation, wide
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class RotaryAttention(torch.nn.Module):
         self.qkv = torch.nn.Linear(hidden, 3 * hidden)
         self.proj = torch.nn.Linear(hidden, hidden)
 
-    def forward(self, x: torch.Tensor, blocks: Blocks, turned: Rotation) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, blocks: Blocks | CutBlock, turned: Rotation) -> torch.Tensor:
         """``[n, hidden]``."""
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(1)
         out: torch.Tensor = self.proj(blocks.attend(turned(query), turned(key), value))
@@ -104,7 +104,7 @@ class RotaryLayer(torch.nn.Module):
         self.attn = RotaryAttention(hidden, heads)
         self.mlp = mlp
 
-    def forward(self, x: torch.Tensor, blocks: Blocks, turned: Rotation) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, blocks: Blocks | CutBlock, turned: Rotation) -> torch.Tensor:
         """``[n, hidden]``."""
         x = x + self.attn(self.norm1(x), blocks, turned)
         out: torch.Tensor = x + self.mlp(self.norm2(x))

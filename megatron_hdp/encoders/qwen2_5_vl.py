@@ -6,16 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.encoders.base import (
     CHANNELS,
+    CutEncoder,
     EncoderSettings,
-    PatchEncoder,
     Pixels,
     mrope_of,
 )
-from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of
+from megatron_hdp.encoders.blocks import (
+    Blocks,
+    CutBlock,
+    Gather,
+    Grid,
+    Rotation,
+    frames_of,
+    places_of,
+)
 from megatron_hdp.encoders.layers import (
     PatchEmbedding,
     RmsNorm,
@@ -77,7 +87,7 @@ class _Merger(torch.nn.Module):
         return out
 
 
-class Qwen25VLEncoder(PatchEncoder):
+class Qwen25VLEncoder(CutEncoder):
     """What ``model.visual`` is in Qwen2.5-VL."""
 
     prefixes: ClassVar[Mapping[str, str]] = {"model.visual.": "", "visual.": ""}
@@ -134,19 +144,49 @@ class Qwen25VLEncoder(PatchEncoder):
 
     def encoded(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Rows, ``[rows, hidden]``."""
+        order, windows = _windows_of(grids, self._settings.spatial_merge_size, self._window)
+        there, back = order.to(patches.device), order.argsort().to(patches.device)
+        in_windows = patches.unflatten(0, (-1, self.patches_per_row))[there].flatten(0, 1)
+        whole = Blocks(frames_of(grids), patches.device)
+        return self._rows(in_windows, grids, order, windows, whole)[back]
+
+    def rows_of_pieces(self, item: Patches, degree: int) -> list[Int64Array]:
+        """The rows of each member: whole windows, one behind another."""
+        order, windows = self._windows(item.grid)
+        ends = np.cumsum(windows)
+        at = [np.searchsorted(ends, ends[-1] * n / degree) for n in range(1, degree)]
+        return np.split(order.numpy(), [0 if i == 0 else ends[i - 1] for i in at])
+
+    def _encoded_piece(
+        self, patches: torch.Tensor, grid: Grid, rows: torch.Tensor, gather: Gather
+    ) -> torch.Tensor:
+        order, windows = self._windows(grid)
+        first = int((order == rows[0]).nonzero()) if len(rows) else 0
+        ends = np.cumsum(windows)
+        mine = [n for n, end in zip(windows, ends, strict=True) if first < end <= first + len(rows)]
+        return self._rows(patches, [grid], rows, mine, CutBlock(gather))
+
+    def _windows(self, grid: Grid) -> tuple[torch.Tensor, list[int]]:
+        return _windows_of([grid], self._settings.spatial_merge_size, self._window)
+
+    def _rows(
+        self,
+        patches: torch.Tensor,
+        grids: Sequence[Grid],
+        order: torch.Tensor,
+        windows: Sequence[int],
+        whole: Blocks | CutBlock,
+    ) -> torch.Tensor:
+        """The rows of `order`, window by window, of their patches."""
         settings, merge = self._settings, self._settings.spatial_merge_size
-        order, windows = _windows_of(grids, merge, self._window)
-        device = patches.device
-        near = Blocks([merge**2 * rows for rows in windows], device)
-        whole = Blocks(frames_of(grids), device)
+        near = Blocks([merge**2 * rows for rows in windows], patches.device)
         places = places_of(grids, merge).unflatten(1, (-1, merge**2))[:, order].flatten(1)
-        there, back = order.to(device), order.argsort().to(device)
-        x = self.patch_embed.proj(patches.unflatten(0, (-1, merge**2))[there].flatten(0, 1))
+        x = self.patch_embed.proj(patches)
         turned = Rotation(places, settings.hidden_size // settings.num_heads, 1e4, x)
         for number, layer in enumerate(self.blocks):
             is_whole = number in settings.fullatt_block_indexes
             x = layer(x, whole if is_whole else near, turned)
-        rows: torch.Tensor = self.merger(x)[back]
+        rows: torch.Tensor = self.merger(x)
         return rows
 
 

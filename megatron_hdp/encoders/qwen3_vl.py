@@ -11,12 +11,21 @@ import torch
 from megatron_hdp.encoders.base import (
     CHANNELS,
     HALF_PIXELS,
+    CutEncoder,
     EncoderSettings,
-    PatchEncoder,
     Pixels,
     mrope_of,
 )
-from megatron_hdp.encoders.blocks import Blocks, Grid, Rotation, frames_of, places_of, wide
+from megatron_hdp.encoders.blocks import (
+    Blocks,
+    CutBlock,
+    Gather,
+    Grid,
+    Rotation,
+    frames_of,
+    places_of,
+    wide,
+)
 from megatron_hdp.encoders.layers import PatchEmbedding, RotaryLayer, activation_of
 from megatron_hdp.media import ENCODERS, PATCHES_PER_PACK, Encoder
 
@@ -72,7 +81,7 @@ class _Merger(torch.nn.Module):
         return out
 
 
-class Qwen3VLEncoder(PatchEncoder):
+class Qwen3VLEncoder(CutEncoder):
     """What ``model.visual`` is in Qwen3-VL, dense or of experts."""
 
     prefixes: ClassVar[Mapping[str, str]] = {"model.visual.": "", "visual.": ""}
@@ -125,11 +134,29 @@ class Qwen3VLEncoder(PatchEncoder):
 
     def encoded(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Rows, ``[rows, levels * hidden]``: those of the embedding first."""
+        places = places_of(grids, self._settings.spatial_merge_size)
+        counts = torch.tensor([t * h * w for t, h, w in grids])
+        sizes = torch.tensor([one[1:] for one in grids]).T.repeat_interleave(counts, dim=1)
+        return self._rows(patches, places, sizes, Blocks(frames_of(grids), patches.device))
+
+    def _encoded_piece(
+        self, patches: torch.Tensor, grid: Grid, rows: torch.Tensor, gather: Gather
+    ) -> torch.Tensor:
+        merge = self._settings.spatial_merge_size
+        places = places_of([grid], merge).unflatten(1, (-1, merge**2))[:, rows].flatten(1)
+        return self._rows(patches, places, torch.tensor(grid[1:])[:, None], CutBlock(gather))
+
+    def _rows(
+        self,
+        patches: torch.Tensor,
+        places: torch.Tensor,
+        sizes: torch.Tensor,
+        blocks: Blocks | CutBlock,
+    ) -> torch.Tensor:
+        """Of patches at these places of grids of these heights and widths, ``[2, n]`` each."""
         settings = self._settings
-        places = places_of(grids, settings.spatial_merge_size)
         x = self.patch_embed.proj(patches)
-        x = x + self._learnt_positions(places, grids).to(x.dtype)
-        blocks = Blocks(frames_of(grids), x.device)
+        x = x + self._learnt_positions(places, sizes).to(x.dtype)
         turned = Rotation(places, settings.hidden_size // settings.num_heads, 1e4, x)
         further = dict(
             zip(settings.deepstack_visual_indexes, self.deepstack_merger_list, strict=True)
@@ -141,12 +168,10 @@ class Qwen3VLEncoder(PatchEncoder):
                 levels.append(further[number](x))
         return torch.cat([self.merger(x), *levels], dim=1)
 
-    def _learnt_positions(self, places: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def _learnt_positions(self, places: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Between the four neighbours in the learnt square, whose corners are the picture's."""
         table = self.pos_embed.weight
         side = round(len(table) ** 0.5)
-        counts = torch.tensor([t * h * w for t, h, w in grids])
-        sizes = torch.tensor([one[1:] for one in grids]).T.repeat_interleave(counts, dim=1)
         at = places.float() * (side - 1) / (sizes - 1).clamp(min=1)  # [2, n]
         below = at.floor()
         share, below = at - below, below.long()

@@ -64,7 +64,7 @@ class ItemCostModel:
         linear, quadratic = encoder.flop()
         passes = _TRAINED if is_trained else _FROZEN
         gathers = _GATHERS if is_trained else 1
-        kv_bytes = 2 * encoder.hidden * _VALUE_BYTES * encoder.whole_layers
+        kv_bytes = encoder.gathered_bytes(_VALUE_BYTES)
         return cls(
             patch_s=passes * linear / flop_per_s,
             patch2_s=passes * quadratic / flop_per_s,

@@ -263,6 +263,14 @@ class Encoder:
         rows += self.projector_norm * self.hidden  # of one: the others' are the next layers', too
         return self.layers * layer * self.tokens_per_patch + rows * value_bytes
 
+    def gathered_bytes(self, value_bytes: int) -> int:
+        """Return the bytes of a patch on another rank of its item: keys and values of all layers.
+
+        Args:
+            value_bytes: of a number.
+        """
+        return 2 * self.hidden * self.whole_layers * value_bytes
+
     def working_bytes(self, value_bytes: int) -> float:
         """Return the bytes of a patch that a layer's backward needs besides, at most.
 

@@ -81,7 +81,7 @@ def check(
     def examined(changed: "TrainingArguments") -> Finding:
         job, forecast = job_of(changed, num_gpus, vocab_size), None
         if encoder is not None:
-            job, forecast = with_encoder(job, changed, encoder, items)
+            job, forecast = with_encoder(job, changed, encoder, items, gpus_per_node)
         refusals = training_refusals(changed, job.shape, encoder)
         given = replace(untouched, job=job, encoder=forecast, refusals=refusals)
         return _examined(given, changed, job, preset)

@@ -78,7 +78,11 @@ def encoder_weights(encoder: "ItemEncoder") -> "list[tuple[str, Parameter]]":
 
 
 def with_encoder(
-    job: Job, arguments: "TrainingArguments", encoder: "ItemEncoder", items: str | None
+    job: Job,
+    arguments: "TrainingArguments",
+    encoder: "ItemEncoder",
+    items: str | None,
+    gpus_per_node: int = 8,
 ) -> tuple[Job, EncoderForecast]:
     """The job with what its encoder holds, and what is told of it.
 
@@ -87,6 +91,7 @@ def with_encoder(
         arguments: of the run.
         encoder: as of `encoder_of`.
         items: a file with the sizes of a step's items; None: it is not known what they take.
+        gpus_per_node: which may encode one item together.
 
     Raises:
         ValueError: the file cannot be read, or no plan can be made of it.
@@ -101,7 +106,7 @@ def with_encoder(
     )
     rows_bytes = 0.0
     if items is not None:
-        forecast, rows_bytes = _planned(forecast, job, arguments, encoder, items)
+        forecast, rows_bytes = _planned(forecast, job, arguments, encoder, items, gpus_per_node)
     kept = encoder.shape.kept_bytes(job.value_bytes) + encoder.shape.working_bytes(job.value_bytes)
     memory = EncoderMemory(
         parameters=forecast.parameters,
@@ -120,7 +125,7 @@ def with_encoding(step: StepForecast, encoder: EncoderForecast, num_gpus: int) -
 
 
 def planned_items(
-    job: Job, encoder: "ItemEncoder", patches: Int64Array, balance: str
+    job: Job, encoder: "ItemEncoder", patches: Int64Array, balance: str, gpus_per_node: int = 8
 ) -> tuple[ItemBatch, ItemPlan, ItemFigures]:
     """A step's items on a job, dealt to its HDP ranks in their order; who encodes them, how long.
 
@@ -129,6 +134,7 @@ def planned_items(
         encoder: of its model.
         patches: of each item, ``[items]``, at least one.
         balance: a strategy of items.
+        gpus_per_node: which may encode one item together.
     """
     rows = int(patches.sum()) // encoder.patches_per_row
     number = -(-rows // (job.hdp_ranks * job.tokens_per_rank))
@@ -138,10 +144,10 @@ def planned_items(
         consumers=places * np.int32(job.tensor_ranks),
         micro_batches=micro_batches,
         num_ranks=job.num_gpus,
-        ranks_per_node=job.num_gpus,
+        ranks_per_node=min(gpus_per_node, job.num_gpus),
         patches_per_row=encoder.patches_per_row,
         patches_per_pack=max(encoder.patches_per_pack, int(patches.max())),
-        most_ranks=1,
+        most_ranks=encoder.most_ranks(()),
     )
     plan = plan_items(batch, encoder.cost, balance)
     return batch, plan, evaluate_items(batch, plan, encoder.cost)
@@ -153,19 +159,19 @@ def _planned(
     arguments: "TrainingArguments",
     encoder: "ItemEncoder",
     items: str,
+    gpus_per_node: int,
 ) -> tuple[EncoderForecast, float]:
     """With the items of a file, dealt to the ranks in their order; and the bytes of rows."""
     sizes = read_sizes(items, encoder.shape.resizing)
     patches = sizes.patches
-    batch, made, figures = planned_items(job, encoder, patches, arguments.hdp_media_balance)
+    balance = arguments.hdp_media_balance
+    batch, made, figures = planned_items(job, encoder, patches, balance, gpus_per_node)
     rows = patches // encoder.patches_per_row
     held = np.bincount(batch.consumers, weights=rows).max() * job.token_share
-    given = np.bincount(made.first_ranks, weights=rows).max()
-    of_packs = np.stack([made.first_ranks, made.phases, made.turns])
-    pack_of = np.unique(of_packs, axis=1, return_inverse=True)[1]
+    given, largest = _of_calls(job, encoder, batch, made)
     forecast = replace(
         forecast,
-        patches_per_pack=int(np.bincount(pack_of, weights=patches).max()),
+        patches_per_pack=largest,
         items=sizes.names,
         num_items=len(patches),
         num_rows=int(rows.sum()),
@@ -175,3 +181,27 @@ def _planned(
     )
     width = encoder.levels * job.shape.hidden_size * job.value_bytes
     return forecast, width * (_ROWS_IN * held + _ROWS_OUT * given)
+
+
+def _of_calls(
+    job: Job, encoder: "ItemEncoder", batch: ItemBatch, made: ItemPlan
+) -> tuple[float, int]:
+    """The most rows that a rank makes, and the patches of the call that keeps most.
+
+    A piece of a cut item also keeps the keys and values of all others; they count as patches.
+    """
+    whole, rows = ~made.is_cut, batch.patches // encoder.patches_per_row
+    given = np.zeros(batch.num_ranks)
+    np.add.at(given, made.first_ranks[whole], rows[whole])
+    of_packs = np.stack([made.first_ranks, made.phases, made.turns])[:, whole]
+    pack_of = np.unique(of_packs, axis=1, return_inverse=True)[1]
+    largest = np.bincount(pack_of, weights=batch.patches[whole], minlength=1).max()
+    shape, value_bytes = encoder.shape, job.value_bytes
+    gathered = shape.gathered_bytes(value_bytes) / shape.kept_bytes(value_bytes)
+    for item in np.flatnonzero(made.is_cut).tolist():
+        first, degree = int(made.first_ranks[item]), int(made.degrees[item])
+        pieces = batch.pieces(item, degree)
+        given[first : first + degree] += pieces / encoder.patches_per_row
+        others = int(batch.patches[item]) - pieces
+        largest = max(largest, float((pieces + gathered * others).max()))
+    return float(given.max()), round(largest)

@@ -3,16 +3,18 @@
 A step encodes its items without a graph, each rank those that the plan gives it; their rows go to
 the ranks whose tokens they stand for, where they replace embeddings. Behind the step the rows'
 gradients go back; each pack is encoded once more, now with a graph, and differentiated. Gradients
-stay sums over items, so they are those of one rank that encoded all.
+stay sums over items, so they are those of one rank that encoded all. A large item may be cut over
+several ranks, whose patches attend to those of all of them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,10 +39,35 @@ from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace, compute_device
 from megatron_hdp.planner import Plan
 from megatron_hdp.runtime.gathering import on_every_rank
+from megatron_hdp.runtime.pieces import Members
 from megatron_hdp.runtime.timeline import ENCODER, Timeline
 
 Decoder = Callable[[Sequence[int]], list[Decoded]]
 """Of items of a step that are stored pictures; a ValueError says that a file cannot be read."""
+
+
+class Piece(NamedTuple):
+    """What one rank has of a cut item, as ``encode_piece`` takes it."""
+
+    degree: int
+    member: int
+    gather: Members
+    """Those that have something of it: it may have fewer windows than ranks."""
+
+
+@dataclass(frozen=True)
+class EncoderCall:
+    """What one rank encodes at a time: whole items, or its piece of one that is cut."""
+
+    items: tuple[int, ...]
+    rows: Int64Array
+    """The numbers of the rows that it makes, in their order."""
+    piece: Piece | None = None
+    """Of a cut item."""
+
+    def __str__(self) -> str:
+        """Return its items by number."""
+        return f"items {', '.join(map(str, self.items))}"
 
 
 class JobEncoder:
@@ -101,30 +128,45 @@ class JobEncoder:
                 wanted[rank] = np.concatenate([*of_rank, np.zeros(0, dtype=np.int64)])
                 readers[wanted[rank]] = rank
         planned = self._planned(media, readers, first_slots)
-        items = planned[1]
+        makers, calls = self._makers(media, planned[1])
+        made = np.concatenate([*(one.rows for one in calls), np.zeros(0, dtype=np.int64)])
+        exchange = row_exchange(self._rank, wanted, makers, made)
+        return StepMedia(self, batch, media, calls, wanted[self._rank], exchange, planned)
+
+    def _makers(self, media: BatchMedia, items: ItemPlan) -> tuple[Int32Array, list[EncoderCall]]:
+        """Who makes each row, and the calls of this rank."""
+        encoder: Any = self.encoder  # of pieces, where items are cut
         makers = np.repeat(items.first_ranks, media.counts)
-        packs = _packs_of(items, self._rank)
-        made = [media.rows_of(item) for pack in packs for item in pack]
-        exchange = row_exchange(
-            self._rank, wanted, makers, np.concatenate([*made, np.zeros(0, dtype=np.int64)])
-        )
-        return StepMedia(self, batch, media, packs, wanted[self._rank], exchange, planned)
+        calls = []
+        for item in np.flatnonzero(items.is_cut).tolist():
+            first, degree = int(items.first_ranks[item]), int(items.degrees[item])
+            pieces = encoder.rows_of_pieces(media.items[item], degree)
+            rows = {first + i: media.firsts[item] + one for i, one in enumerate(pieces) if len(one)}
+            for rank, of_rank in rows.items():
+                makers[of_rank] = rank
+            if self._rank in rows:
+                sizes = [encoder.patches_per_row * len(one) for one in rows.values()]
+                members = Members(list(rows), list(rows).index(self._rank), sizes)
+                piece = Piece(degree, self._rank - first, members)
+                calls.append((item, EncoderCall((item,), rows[self._rank], piece)))
+        calls.sort(key=lambda one: (items.phases[one[0]], items.turns[one[0]]))
+        return makers, [one for _, one in calls] + _packs_of(media, items, self._rank)
 
     def _planned(
         self, media: BatchMedia, readers: Int32Array, slots: Int32Array
     ) -> tuple[ItemBatch, ItemPlan]:
         """The step's items, and who encodes what."""
-        per_row = self.encoder.patches_per_row
-        patches = media.counts * per_row
+        per_row, num_ranks = self.encoder.patches_per_row, dist.get_world_size()
+        patches, most_ranks = media.counts * per_row, getattr(self.encoder, "most_ranks", None)
         batch = ItemBatch(
             patches=patches,
             consumers=readers[media.firsts],
             micro_batches=slots[media.firsts],
-            num_ranks=dist.get_world_size(),
-            ranks_per_node=dist.get_world_size(),
+            num_ranks=num_ranks,
+            ranks_per_node=min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),
             patches_per_row=per_row,
             patches_per_pack=max(self.encoder.patches_per_pack, int(patches.max(initial=0))),
-            most_ranks=1,
+            most_ranks=1 if most_ranks is None else most_ranks(media.items),
         )
         found = plan_items(batch, self.encoder.cost, self.balance)
         return batch, found
@@ -165,8 +207,8 @@ class StepMedia:
     job: JobEncoder
     batch: ItemHolder
     media: BatchMedia
-    packs: list[list[int]]
-    """Items of each call of the encoder on this rank."""
+    calls: list[EncoderCall]
+    """Of the encoder on this rank, in their order."""
     wanted: Int64Array
     """Rows of this rank's tokens, in their order."""
     exchange: RowExchange
@@ -190,7 +232,7 @@ class StepMedia:
     @property
     def num_made(self) -> int:
         """Rows that this rank makes."""
-        return sum(int(self.media.counts[pack].sum()) for pack in self.packs)
+        return sum(len(one.rows) for one in self.calls)
 
     def decode(self, by: Decoder) -> None:
         """Decodes the stored pictures that this rank encodes; communicates nothing.
@@ -212,7 +254,7 @@ class StepMedia:
 
     def _stored(self) -> dict[int, StoredItem]:
         """Those that this rank encodes, by item."""
-        mine = {item: self.batch.media[item].data for pack in self.packs for item in pack}
+        mine = {item: self.batch.media[item].data for call in self.calls for item in call.items}
         return {item: one for item, one in mine.items() if isinstance(one, StoredItem)}
 
     def _damages_here(self) -> dict[int, str]:
@@ -272,18 +314,20 @@ class StepMedia:
 
     def _encoded(self) -> torch.Tensor:
         with torch.no_grad(), self.job.timeline.span(ENCODER):
-            found = [self._pack(pack) for pack in self.packs]
+            found = [self._called(call) for call in self.calls]
         if found:
             return torch.cat(found)
         return torch.zeros(0, self.job.width, dtype=self.job.dtype, device=compute_device())
 
-    def _pack(self, pack: list[int]) -> torch.Tensor:
-        rows = self.job.encoder([self.media.items[item] for item in pack])
-        expected = (int(self.media.counts[pack].sum()), self.job.width)
+    def _called(self, call: EncoderCall) -> torch.Tensor:
+        encoder: Any = self.job.encoder
+        items = [self.media.items[item] for item in call.items]
+        rows = encoder(items) if call.piece is None else encoder.encode_piece(*items, *call.piece)
+        expected = (len(call.rows), self.job.width)
         if tuple(rows.shape) != expected or rows.dtype != self.job.dtype:
             raise ValueError(
                 f"found rows of shape {tuple(rows.shape)} and {rows.dtype} from the encoder for "
-                f"items {', '.join(map(str, pack))}, expected {expected} and {self.job.dtype}, "
+                f"{call}, expected {expected} and {self.job.dtype}, "
                 "its weights' type"
             )
         return rows
@@ -317,14 +361,14 @@ class StepMedia:
         for weight in self.job.encoder.parameters():
             weight.grad = None
         first = 0
-        for pack in self.packs:
-            here = slice(first, first := first + int(self.media.counts[pack].sum()))
+        for call in self.calls:
+            here = slice(first, first := first + len(call.rows))
             with self.job.timeline.span(ENCODER):
                 with torch.enable_grad():
-                    rows = self._pack(pack)
+                    rows = self._called(call)
                 if not torch.equal(rows.detach(), self._made[here]):
                     raise ValueError(
-                        f"found other rows of items {', '.join(map(str, pack))} on the encoder's "
+                        f"found other rows of {call} on the encoder's "
                         "second run than on its first, expected the same bits: it may draw nothing "
                         "(dropout) and keep nothing between calls"
                     )
@@ -338,11 +382,14 @@ def _dtype_of(encoder: MediaEncoder) -> torch.dtype:
     raise ValueError("found an encoder without weights, expected some: they say its rows' type")
 
 
-def _packs_of(items: ItemPlan, rank: int) -> list[list[int]]:
-    """Items of each of a rank's calls of the encoder, in their order."""
-    mine = np.flatnonzero(items.first_ranks == rank)
+def _packs_of(media: BatchMedia, items: ItemPlan, rank: int) -> list[EncoderCall]:
+    """A rank's calls for whole items, in their order."""
+    mine = np.flatnonzero((items.first_ranks == rank) & ~items.is_cut)
     order = np.lexsort((mine, items.turns[mine], items.phases[mine]))
     found: dict[tuple[int, int], list[int]] = {}
     for item in mine[order].tolist():
         found.setdefault((int(items.phases[item]), int(items.turns[item])), []).append(item)
-    return list(found.values())
+    return [
+        EncoderCall(tuple(pack), np.concatenate([media.rows_of(item) for item in pack]))
+        for pack in found.values()
+    ]

@@ -22,7 +22,9 @@ class MediaEncoder(Protocol):
 
     It may have more, as `encoders.PatchEncoder` has: ``levels``, how many times the hidden size
     its rows are wide, the levels behind the first being added behind decoder layers (deepstack);
-    and ``positions``, an `MRope` by which its rows, of a ``grid(item)``, turn queries and keys.
+    ``positions``, an `MRope` by which its rows, of a ``grid(item)``, turn queries and keys; and, as
+    `encoders.CutEncoder` has them, ``most_ranks(items)``, ``rows_of_pieces(item, degree)`` and
+    ``encode_piece(item, degree, member, gather)``, with which several ranks encode a large item.
     """
 
     cost: ItemCostModel
