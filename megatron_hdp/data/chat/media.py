@@ -6,11 +6,13 @@ as OpenAI and Qwen have them; a part that names none stands for the next one of 
 picture with a caption becomes a question without words and its answer. ``texts`` and ``images`` of
 one length (OBELICS), or ``text_list`` and ``image_info`` (MMC4), are a document, all of it trained.
 Of sounds the same holds with ``audio`` in place of ``image``, of videos with ``video``; a video is
-a file or a list of frames.
+a file or a list of frames. In place of a path there may be the bytes: a ``data:`` URL, or OpenAI's
+``input_audio``.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import os
@@ -31,6 +33,7 @@ from megatron_hdp.data.chat.rows import (
 )
 from megatron_hdp.data.media import (
     BETWEEN,
+    INLINE,
     MOST_BYTES,
     MOST_SIDE,
     ItemPlace,
@@ -46,10 +49,12 @@ from megatron_hdp.data.media import (
 from megatron_hdp.data.spec import MediaSpec
 from megatron_hdp.data.tokenizers import Tokenizer
 
-_VERSION = 2  # of what this module makes of a row: another result is another version
+_VERSION = 3  # of what this module makes of a row: another result is another version
 _CAPTIONS = ("caption", "text", "txt")
 _CONTENTS = ("content", "value")
+_INPUT = "input_audio"
 _PARTS = {f"{kind}{behind}" for kind in ("image", "video", "audio") for behind in ("", "_url")}
+_PARTS.add(_INPUT)
 _RATES = "sample_fps", "fps"  # of a list of frames
 _CHOOSING = frozenset(
     {"fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"}
@@ -193,6 +198,9 @@ class MediaConversations:
             with section(path, offset, size) as stream:
                 at = os.path.relpath(path, self._folder), offset, size
                 return self._sized(stream, str(reference.get("path")), *at)
+        if (raw := _inline_bytes(reference, self._settings)) is not None:
+            found = self._sized(io.BytesIO(raw), f"its {self._settings.noun}", INLINE, 0, len(raw))
+            return [replace(one, raw=raw) for one in found]
         name = _path_of(reference, self._settings)
         with open(os.path.join(self._folder, name), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -344,10 +352,10 @@ class _RowItems:
         return self._marked(text)
 
     @property
-    def _kinds(self) -> tuple[str, str]:
+    def _kinds(self) -> tuple[str, ...]:
         """Of parts that are items."""
         kind = self._settings.lists[0]
-        return kind, f"{kind}_url"
+        return kind, f"{kind}_url", *([_INPUT] if _INPUT.endswith(kind) else [])
 
     def _is_item(self, part: Any) -> bool:
         return isinstance(part, dict) and part.get("type") in self._kinds
@@ -401,11 +409,34 @@ def _text(text: Any) -> str:
     return text
 
 
-def _path_of(reference: Any, settings: MediaSettings) -> str:
-    """The path that an item is named by."""
-    named, keys = reference, ("path", "url", settings.lists[0])
+def _named(reference: Any, settings: MediaSettings) -> Any:
+    """What an item is named by, without what lies around it."""
+    named, keys = reference, ("path", "url", settings.lists[0], "data")
     while isinstance(named, dict):
         named = next((named[key] for key in keys if named.get(key)), None)
+    return named
+
+
+def _inline_bytes(reference: Any, settings: MediaSettings) -> bytes | None:
+    """The bytes that stand in a row in base64; None where it has a path."""
+    named = _named(reference, settings)
+    is_url = isinstance(named, str) and named.startswith("data:")
+    if not is_url and not (isinstance(reference, dict) and "data" in reference):
+        return None
+    head, _, text = named.partition(",") if is_url else ("base64", "", named)
+    try:
+        if not head.endswith("base64") or not isinstance(text, str):
+            raise ValueError
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise MediaError(
+            f"found {named!r:.40} as a {settings.noun}, expected its bytes in base64"
+        ) from None
+
+
+def _path_of(reference: Any, settings: MediaSettings) -> str:
+    """The path that an item is named by."""
+    named = _named(reference, settings)
     if not isinstance(named, str):
         raise BadConversationError(
             f"found {reference!r:.60} as a {settings.noun}, expected its path"

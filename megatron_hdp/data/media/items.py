@@ -4,13 +4,18 @@ The first page is that of `data.mapped_file`. Then come ``first[documents + 1]``
 each document (``int64``); 32 bytes an item (`ITEM`); where the name of each file ends (``int64``);
 the names, one behind another, which begin at the folder of the source's pictures. A temporal patch
 of a video is an item; where the video is a list of files, those of its frames are its name, with
-`BETWEEN` between them.
+`BETWEEN` between them. Items whose bytes stood in their rows lie one behind another in a file
+beside the pair, ``.media``, whose name here is `INLINE`.
 """
 
+import io
 import os
+import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +25,9 @@ from megatron_hdp.data.index_file import TokenFileError
 from megatron_hdp.data.mapped_file import PAGE, DamagedFileError, FileKind
 from megatron_hdp.files import new_file
 
-SUFFIX = ".items"
+SUFFIX, INLINE_SUFFIX = ".items", ".media"
+INLINE = ""
+"""The name of what lies in the pair's own file."""
 ITEM = np.dtype(
     [
         ("offset", "<u8"),  # of its first byte; in a table the number of its row
@@ -66,6 +73,8 @@ class ItemPlace:
     """As of `ITEM`."""
     size: int
     of: ItemSize
+    raw: bytes | None = field(default=None, repr=False)
+    """Its bytes, where they stood in its row; its file is `INLINE` then."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +144,58 @@ class Items:
             raise TokenFileError(f"{path} contradicts itself: the file is damaged; {_REBUILD}")
 
 
+class InlineWriter:
+    """Writes bytes of items beside a pair, all or nothing; no file where there are none."""
+
+    def __init__(self, prefix: str, *, durable: bool = False) -> None:
+        """Write beside this pair."""
+        self._path, self._durable = prefix + INLINE_SUFFIX, durable
+        self._stack = ExitStack()
+        self._target: BinaryIO | None = None
+        self.size = 0
+
+    def __enter__(self) -> Self:
+        """Remove what an older pair had."""
+        with suppress(FileNotFoundError):
+            os.remove(self._path)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Put the file in its place, unless something went wrong."""
+        self._stack.__exit__(kind, error, trace)
+
+    def add(self, raw: bytes) -> int:
+        """Append an item's bytes; return where they begin."""
+        begin = self.size
+        self.size += self._opened().write(raw)
+        return begin
+
+    def add_all_of(self, prefix: str) -> int:
+        """Append what lies beside a pair; return where it begins."""
+        begin = self.size
+        with suppress(FileNotFoundError), open(prefix + INLINE_SUFFIX, "rb") as source:
+            shutil.copyfileobj(source, self._opened())
+            self.size += source.tell()
+        return begin
+
+    def _opened(self) -> BinaryIO:
+        if self._target is None:
+            name = self._stack.enter_context(new_file(self._path, durable=self._durable))
+            self._target = self._stack.enter_context(io.BufferedWriter(io.FileIO(name, "w")))
+        return self._target
+
+
 class ItemsWriter:
     """Collects the items of documents, and writes them: all of it or nothing."""
 
-    def __init__(self) -> None:
-        """Begin without a document."""
+    def __init__(self, inline: InlineWriter) -> None:
+        """Begin without a document; `inline` takes what stood in rows."""
+        self._inline = inline
         self._counts: list[int] = []
         self._parts: list[npt.NDArray[Any]] = []
         self._numbers: dict[str, int] = {}
@@ -147,18 +203,26 @@ class ItemsWriter:
     def add(self, items: Sequence[ItemPlace], tokens: Sequence[int]) -> None:
         """Append the next document, whose items stand at some of its tokens."""
         part = np.zeros(len(items), dtype=ITEM)
+        raw, offset = None, 0
         for i, (one, token) in enumerate(zip(items, tokens, strict=True)):
             file = self._number(one.file)
+            if one.raw is None:
+                offset = one.offset
+            elif one.raw is not raw:  # parts of a video share its bytes
+                offset = self._inline.add(one.raw)
+            raw = one.raw
             sides = one.of.height, one.of.width
             of_video = one.of.frames, one.of.part, one.of.seconds
-            part[i] = (one.offset, one.size, file, token, *sides, *of_video)
+            part[i] = (offset, one.size, file, token, *sides, *of_video)
         self._counts.append(len(items))
         self._parts.append(part)
 
-    def add_all_of(self, other: Items) -> None:
-        """Append every document of a file."""
-        renamed = [self._number(other.name(file)) for file in range(len(other._ends))]
-        part = other.records.copy()
+    def add_all_of(self, other: Items, prefix: str) -> None:
+        """Append every document of a pair, whose items these are."""
+        names = [other.name(file) for file in range(len(other._ends))]
+        renamed, part = [self._number(name) for name in names], other.records.copy()
+        is_inline = np.array([*(name == INLINE for name in names), False])[part["file"]]
+        part["offset"][is_inline] += np.uint64(self._inline.add_all_of(prefix))
         part["file"] = np.array([*renamed, 0], dtype=np.uint32)[part["file"]]
         self._counts += np.diff(other.first).tolist()
         self._parts.append(part)
@@ -189,12 +253,13 @@ class ItemsWriter:
 
 
 def concatenate_items(prefixes: Iterable[str], target: str, *, durable: bool = False) -> None:
-    """Write the items of several pairs into one, in this order."""
-    writer = ItemsWriter()
-    for prefix in prefixes:
-        if (found := Items.beside(prefix)) is not None:
-            writer.add_all_of(found)
-    writer.write(target, durable=durable)
+    """Write the items of several pairs beside one, in this order."""
+    with InlineWriter(target, durable=durable) as inline:
+        writer = ItemsWriter(inline)
+        for prefix in prefixes:
+            if (found := Items.beside(prefix)) is not None:
+                writer.add_all_of(found, prefix)
+    writer.write(target + SUFFIX, durable=durable)
 
 
 def _places(about: Any) -> list[int]:

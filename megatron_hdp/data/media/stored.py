@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_hdp.arrays import AnyArray, ByteArray
 from megatron_hdp.data.formats import PartReader, Record, Table, table_of
-from megatron_hdp.data.media.items import BETWEEN, ItemSize
+from megatron_hdp.data.media.items import BETWEEN, INLINE, ItemSize
 from megatron_hdp.data.media.pictures import patches_of_picture, resized, upright_picture
 from megatron_hdp.data.media.settings import (
     MediaSettings,
@@ -52,13 +52,19 @@ class MediaFiles:
         videos: that were decoded last.
     """
 
-    def __init__(self, folder: str, settings: MediaSettings) -> None:
-        """Set where names of files begin, and how they are read."""
-        self.folder, self.settings = folder, settings
+    def __init__(self, folder: str, settings: MediaSettings, inline: str | None = None) -> None:
+        """Set where names of files begin, how they are read, and the file of `items.INLINE`."""
+        self.folder, self.settings, self._inline = folder, settings, inline
         self._tables = PartReader(None, _KEPT_BYTES)
         self._parts: dict[str, list[tuple[int, int, int]]] = {}
         self._reading = threading.Lock()
         self.videos = KeptVideos(_KEPT_BYTES)
+
+    def path(self, name: str) -> str:
+        """Return the path of a name."""
+        if name == INLINE and self._inline is not None:
+            return self._inline
+        return os.path.join(self.folder, name)
 
     def whole(self, name: str) -> bytes:
         """Return the bytes of a file.
@@ -66,7 +72,7 @@ class MediaFiles:
         Raises:
             OSError: the file cannot be read.
         """
-        with open(os.path.join(self.folder, name), "rb") as stream:
+        with open(self.path(name), "rb") as stream:
             return stream.read()
 
     def raw(self, name: str, offset: int, size: int) -> bytes:
@@ -76,7 +82,7 @@ class MediaFiles:
             MediaError: they are gone.
             OSError: the file cannot be read.
         """
-        path = os.path.join(self.folder, name)
+        path = self.path(name)
         if (table := table_of(path)) is not None:
             with self._reading:
                 return self._of_table(path, table, offset, size)
@@ -89,7 +95,7 @@ class MediaFiles:
     @contextmanager
     def stream(self, name: str, offset: int, size: int) -> Iterator[BinaryIO]:
         """Open an item's file, of a table its bytes; as `raw`, but not read as a whole."""
-        path = os.path.join(self.folder, name)
+        path = self.path(name)
         if table_of(path) is not None:
             yield io.BytesIO(self.raw(name, offset, size))
         elif (found := os.path.getsize(path) - offset) < size:
@@ -207,7 +213,7 @@ class StoredItem(ABC):
             ) from error
 
     def _decode(self) -> ByteArray:
-        where = f"{os.path.join(self._files.folder, self._place[0])} (from {self._place[1]:,} on)"
+        where = f"{self._files.path(self._place[0])} (from {self._place[1]:,} on)"
         found = self._read(where)
         return found.reshape(-1).view(np.uint8)
 
@@ -304,7 +310,7 @@ class StoredFrames(StoredItem):
         return patches_of_frames(frames, self._settings.resizing)
 
     def _listed(self, name: str) -> AnyArray:
-        where, most = os.path.join(self._files.folder, name), self._settings.most_file_pixels
+        where, most = self._files.path(name), self._settings.most_file_pixels
         return self._resized(upright_picture(self._files.whole(name), where, most), where)
 
     def _video(self, where: str) -> list[AnyArray]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_hdp.data.formats import kind_of
+from megatron_hdp.data.media import INLINE_SUFFIX, Items, MediaFiles, settings_of
 from megatron_hdp.data.media import SUFFIX as ITEMS_SUFFIX
-from megatron_hdp.data.media import Items, MediaFiles, settings_of
 from megatron_hdp.data.mixture.corpus import Corpus
 from megatron_hdp.data.mixture.media_source import Lengthening, MediaRows, MediaSource
 from megatron_hdp.data.mixture.schedule import MixtureSpec
@@ -288,7 +288,8 @@ def _media_of(source: SourceSpec, prefix: str, spec: MixtureSpec) -> MediaRows |
             f"{spec.origin}: found {found} for source '{source.name}' ({prefix}), expected both, "
             "with the encoder that is trained: add media: {encoder: ..}, or take it out"
         )
-    files = MediaFiles(source.media_folder, settings_of(source.media))
+    inline = prefix + INLINE_SUFFIX
+    files = MediaFiles(source.media_folder, settings_of(source.media), inline)
     return MediaRows.of(items, files)
 
 

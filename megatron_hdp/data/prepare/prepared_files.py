@@ -27,14 +27,14 @@ SUFFIXES = {
     "chat": (MAIN, ".idx", ".spans", sums.SUFFIX),
     **dict.fromkeys(sides.KINDS, (MAIN, ".idx", ".spans", sides.SUFFIX, sums.SUFFIX)),
 }
-"""Those of what is made, by the kind of the source; rows with pictures have one more."""
+"""Those of what is made, by the kind of the source; rows with pictures have two more."""
 
 _FILES, _CHECK = "files", "check"
 
 
 def suffixes_of(kind: str, *, has_media: bool) -> tuple[str, ...]:
     """Return the suffixes of what is made of a source."""
-    return (*SUFFIXES[kind], *([media.SUFFIX] if has_media else []))
+    return (*SUFFIXES[kind], *([media.SUFFIX, media.INLINE_SUFFIX] if has_media else []))
 
 
 class PreparedFiles:

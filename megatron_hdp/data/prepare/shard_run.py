@@ -22,7 +22,8 @@ Tell = Callable[[int], object]
 def run_shard(decoding: Decoding, shard: Shard, prefix: str, tell: Tell) -> Counts:
     """Write a shard as ``PREFIX.bin/.idx``, of conversations with ``PREFIX.spans``, or nothing.
 
-    Preferences have ``PREFIX.sides``, rows with pictures ``PREFIX.items``, too.
+    Preferences have ``PREFIX.sides``, rows with pictures ``PREFIX.items``, too; those that hold
+    them ``PREFIX.media``.
 
     Raises:
         ValueError: a file cannot be read, or a document is bad and none may be.
@@ -33,15 +34,19 @@ def run_shard(decoding: Decoding, shard: Shard, prefix: str, tell: Tell) -> Coun
         with TokenWriter(prefix, decoding.tokenizer.vocab_size, durable=decoding.durable) as writer:
             records = _good(decoding, shard, counts, tell)
             if decoding.key is None:
-                items = media.ItemsWriter()
-                with SpansWriter(f"{prefix}.spans", durable=decoding.durable) as spans:
+                durable = decoding.durable
+                with (
+                    SpansWriter(f"{prefix}.spans", durable=durable) as spans,
+                    media.InlineWriter(prefix, durable=durable) as inline,
+                ):
+                    items = media.ItemsWriter(inline)
                     writers = writer, spans, items
                     good = _write_conversations(decoding, records, writers, counts, tell)
                 if decoding.media is not None:
-                    items.write(prefix + media.SUFFIX, durable=decoding.durable)
+                    items.write(prefix + media.SUFFIX, durable=durable)
                 if decoding.sides is not None:
                     path = prefix + sides.SUFFIX
-                    sides.write_sides(path, decoding.sides, good, durable=decoding.durable)
+                    sides.write_sides(path, decoding.sides, good, durable=durable)
             else:
                 _write_texts(decoding, records, writer, counts, tell)
     except OSError as error:

@@ -82,7 +82,7 @@ def join(decoding: Decoding, prefixes: Sequence[str], target: str) -> None:
     if decoding.sides is not None:
         sides.concatenate_sides(prefixes, target + sides.SUFFIX, durable=decoding.durable)
     if decoding.media is not None:
-        media.concatenate_items(prefixes, target + media.SUFFIX, durable=decoding.durable)
+        media.concatenate_items(prefixes, target, durable=decoding.durable)
     if len(prefixes) == 1:
         move_pair(prefixes[0], target)
     else:

@@ -1,5 +1,6 @@
 """Rows with pictures in all forms become the same documents, or are refused in a sentence."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,14 @@ import pytest
 
 from megatron_hdp.data import TokenFile
 from megatron_hdp.data.chat import BadConversationError, MediaConversations
-from megatron_hdp.data.media import Items, ItemSize, MediaFiles, PictureSettings, StoredPicture
+from megatron_hdp.data.media import (
+    INLINE_SUFFIX,
+    Items,
+    ItemSize,
+    MediaFiles,
+    PictureSettings,
+    StoredPicture,
+)
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import MediaSpec
 from megatron_hdp.data.tokenizers import build_tokenizer
@@ -96,6 +104,11 @@ def test_an_answer_may_hold_a_picture_that_is_not_predicted(folder: Path) -> Non
     assert SEEN in written(folder, row)
 
 
+def part_of(raw: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def with_part(part: dict[str, Any]) -> dict[str, Any]:
     row = parts("what?")
     row["messages"][0]["content"].append(part)
@@ -118,6 +131,9 @@ def with_part(part: dict[str, Any]) -> dict[str, Any]:
         (llava("<image>", []) | {"image": "https://x/y.jpg"}, "begins with https:"),
         (llava("<image>", []) | {"image": "x.jsonl"}, "no picture with a whole header"),
         (llava("<image>", []) | {"image": 3}, "found 3 as a picture"),
+        (llava("<image>", []) | {"image": "data:,x"}, "found 'data:,x' .* its bytes in base64"),
+        (llava("<image>", []) | {"image": {"data": "*"}}, "found .* as a picture, .* in base64"),
+        (with_part(part_of(b"none")), "its picture: found no picture"),
     ],
 )
 def test_what_does_not_agree_is_refused(folder: Path, row: dict[str, Any], words: str) -> None:
@@ -132,7 +148,7 @@ def test_a_placeholder_must_be_one_token(folder: Path) -> None:
         conversations(folder, media)
 
 
-FORMS = ("lines", "parquet", "arrow", "tar")
+FORMS = ("lines", "inline", "parquet", "arrow", "tar")
 ROWS = [
     ("<image>\nwhat?", [0], "a chart"),
     ("no picture", [], "none"),
@@ -146,10 +162,25 @@ def write(folder: Path, form: str) -> Path:
     if form in ("parquet", "arrow"):
         return sources.write_table(folder / f"x.{form}", ROWS)
     rows = [llava(*row) for row in ROWS]
+    if form == "inline":  # the last row names a file
+        rows = [*(with_inline_pictures(*row) for row in ROWS[:-1]), rows[-1]]
     if form == "tar":
         kept = [(numbers, row) for (_, numbers, _), row in zip(ROWS, rows, strict=True)]
         return sources.write_tar(folder / "x.tar", kept)
     return sources.write_lines(folder / "x.jsonl", rows)
+
+
+def with_inline_pictures(question: str, numbers: list[int], answer: str) -> dict[str, Any]:
+    """As OpenAI has them: pictures as ``data:`` URLs."""
+    row, shown = parts(question, answer=answer), iter(numbers)
+    content: list[dict[str, Any]] = []
+    first, *others = question.split("<image>")
+    for text in (first, *others):
+        if content:
+            content.append(part_of(picture(next(shown))))
+        content.append({"type": "text", "text": text})
+    row["messages"][0]["content"] = content
+    return row
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -166,7 +197,9 @@ def test_prepared_pictures_are_found_again(folder: Path, form: str) -> None:
     assert items is not None and len(items) == found.documents == len(ROWS)
     assert len(Spans(f"{found.prefix}.spans")) == len(ROWS)
     tokens = TokenFile(found.prefix)
-    files = MediaFiles(str(folder), settings)
+    inline = found.prefix + INLINE_SUFFIX
+    assert Path(inline).exists() == (form == "inline")
+    files = MediaFiles(str(folder), settings, inline)
     for document, (_, numbers, _) in enumerate(ROWS):
         of_document = items.of(document)
         assert len(of_document) == len(numbers)

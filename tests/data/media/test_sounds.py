@@ -1,5 +1,6 @@
 """Sounds: their length by the header, what an encoder hears of them, rows that hold them."""
 
+import base64
 import io
 import json
 import struct
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_hdp.data.chat import BadConversationError, MediaConversations
 from megatron_hdp.data.media import (
+    INLINE_SUFFIX,
     Items,
     ItemSize,
     MediaError,
@@ -252,13 +254,25 @@ def test_sounds_are_written_as_qwen_writes_them(tmp_path: Path) -> None:
         made.render(row, str(tmp_path / "x.jsonl"), 0)
 
 
-FORMATS = ["lines", *(pytest.param(one, marks=pytest.mark.slow) for one in ("tar", "parquet"))]
+SLOW_FORMATS = [pytest.param(one, marks=pytest.mark.slow) for one in ("tar", "parquet")]
+FORMATS = ["lines", "inline", *SLOW_FORMATS]
+
+
+def said(number: int) -> dict[str, Any]:
+    """A part as OpenAI has it."""
+    data = base64.b64encode(sounds.sound(number)).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
 def write(folder: Path, form: str) -> Path:
     """Each sound with a caption."""
     if form == "lines":
         rows = [{"audio": sounds.name(i), "text": "a tone"} for i in range(4)]
+        (folder / "x.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        return folder / "x.jsonl"
+    if form == "inline":
+        answer = {"role": "assistant", "content": "a tone"}
+        rows = [{"messages": [{"role": "user", "content": [said(i)]}, answer]} for i in range(4)]
         (folder / "x.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
         return folder / "x.jsonl"
     if form == "tar":
@@ -290,7 +304,7 @@ def test_prepared_sounds_are_found_again(tmp_path: Path, form: str) -> None:
     found = run(write(tmp_path, form), tmp_path / "cache", media=QWEN, **how)
     items = Items.beside(found.prefix)
     assert items is not None and len(items) == 4
-    files = MediaFiles(str(tmp_path), settings_of(QWEN))
+    files = MediaFiles(str(tmp_path), settings_of(QWEN), found.prefix + INLINE_SUFFIX)
     for number, item in enumerate(items.records):
         place = items.name(int(item["file"])), int(item["offset"]), int(item["size"])
         stored = stored_item(files, place, ItemSize(int(item["height"]), int(item["width"])))

@@ -1,5 +1,6 @@
 """Videos become the frames, rows, texts and patches that the processors of transformers make."""
 
+import base64
 import io
 import json
 import tarfile
@@ -14,6 +15,7 @@ from megatron_hdp.arrays import AnyArray
 from megatron_hdp.data.chat import BadConversationError, MediaConversations
 from megatron_hdp.data.media import (
     BETWEEN,
+    INLINE_SUFFIX,
     Items,
     ItemSize,
     MediaError,
@@ -350,6 +352,20 @@ def test_prepared_videos_are_found_again(folder: Path) -> None:
     assert np.diff(parts["token"]).tolist() == [1]
     assert items.of(0)["frames"].tolist() == [5, 5, 5]  # a list
     assert items.name(int(items.of(0)[2]["file"])) == f"videos/0/4.png{BETWEEN}"
+
+
+def test_a_video_in_its_row_is_stored_once(folder: Path) -> None:
+    raw = (folder / videos.name(1)).read_bytes()
+    url = f"data:video/webp;base64,{base64.b64encode(raw).decode()}"
+    row = sources.parts("what?")
+    row["messages"][0]["content"].append({"type": "video_url", "video_url": {"url": url}})
+    path = sources.write_lines(folder / "inline.jsonl", [row, row])
+    tokenizer = sources.tokenizer(folder, videos.TOKENS)
+    options = {"format": "chat", "template": "chatml", "media": spec("qwen3-vl", **SMALL)}
+    made = run(path, folder / "cache", tokenizer=tokenizer, **options)
+    items = Items.beside(made.prefix)
+    assert items is not None and items.records["offset"].tolist() == [0] * 3 + [len(raw)] * 3
+    assert Path(made.prefix + INLINE_SUFFIX).read_bytes() == 2 * raw
 
 
 @SLOW
