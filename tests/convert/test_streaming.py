@@ -79,6 +79,7 @@ def peak_growth(convert, *arguments):
     return receives.recv()
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_largest_tensor(tmp_path):
     to_megatron.to_megatron(save_model("qwen2", tmp_path / "a"), tmp_path / "b", None, print)
     to_hugging_face.to_hugging_face(tmp_path / "b", tmp_path / "c", print)  # loads what it needs

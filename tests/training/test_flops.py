@@ -88,6 +88,7 @@ def counted_each(runs):
     return found
 
 
+@pytest.mark.slow
 def test_what_pytorch_counts(run_ranks, tmp_path):
     shapes = SHAPES | SOME_TRAINED
     runs = [arguments_of(tmp_path, shape) for shape in shapes]

@@ -187,14 +187,16 @@ END = "assert left_behind() == [] and 'cuda' not in vars(torch.Tensor)"
     [
         (IMPORT, APPLY, INSIDE, REVERT, OUTSIDE),
         (APPLY, IMPORT, INSIDE, REVERT, OUTSIDE),
-        (APPLY, APPLY, IMPORT, INSIDE, REVERT, OUTSIDE),
+        pytest.param((APPLY, APPLY, IMPORT, INSIDE, REVERT, OUTSIDE), marks=pytest.mark.slow),
         pytest.param((IMPORT, APPLY, APPLY, INSIDE, REVERT, OUTSIDE), marks=pytest.mark.slow),
         (APPLY, REVERT, IMPORT, OUTSIDE),
         (REVERT, IMPORT, OUTSIDE, APPLY, INSIDE, REVERT, REVERT, OUTSIDE),
         pytest.param(
             (APPLY, IMPORT, REVERT, APPLY, INSIDE, REVERT, OUTSIDE), marks=pytest.mark.slow
         ),
-        (IMPORT, APPLY, REVERT, APPLY, INSIDE, REVERT, OUTSIDE),
+        pytest.param(
+            (IMPORT, APPLY, REVERT, APPLY, INSIDE, REVERT, OUTSIDE), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_import_order_does_not_matter(run, order):

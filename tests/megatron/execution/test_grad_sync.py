@@ -77,7 +77,7 @@ def mixed_plan(arguments, ranks, *, aligned, lockstep_ranks):
     [
         (3, 3, False, {}),
         pytest.param(4, 4, True, ACROSS, marks=pytest.mark.slow),
-        (4, 2, False, PP2),
+        pytest.param(4, 2, False, PP2, marks=pytest.mark.slow),
         pytest.param(4, 2, False, PP2 | {"hdp_sequence_parts": 3}, marks=pytest.mark.slow),
     ],
     ids=["rings", "experts", "stages", "parts"],

@@ -50,6 +50,7 @@ def adapted_errors(cases):
         return errors_of(cases)
 
 
+@pytest.mark.slow
 def test_an_adapted_model_is_exact_and_keeps_its_parameters(run_ranks, tmp_path):
     cases = Case(2, MLA | {"hdp_fused_loss": False}).runs(tmp_path)
     errors = run_ranks(2, adapted_errors, cases)[0]

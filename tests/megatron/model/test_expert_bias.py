@@ -125,9 +125,12 @@ def counted_here_alone(tokens_per_expert, expert_bias, rate, **groups):
             ("megatron_hdp.megatron.model.router.HdpRouter._seen_here", seen_with_padding),
             marks=pytest.mark.slow,
         ),
-        (
-            "megatron.core.distributed.finalize_model_grads.get_updated_expert_bias",
-            counted_here_alone,
+        pytest.param(
+            (
+                "megatron.core.distributed.finalize_model_grads.get_updated_expert_bias",
+                counted_here_alone,
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["padding-counted", "ranks-not-summed"],

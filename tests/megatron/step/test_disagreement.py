@@ -74,6 +74,7 @@ def prefix(tmp_path):
     return write_corpus(tmp_path, LENGTHS)
 
 
+@pytest.mark.slow
 def test_another_plan(run_ranks, prefix):
     run = arguments(prefix)
     assert check(run_ranks, run, run, odd_plan=True) == {"plan"}
@@ -91,6 +92,7 @@ def test_other_data(run_ranks, prefix, tmp_path, lengths):
     assert facts == {"sequences of corpus", TOKENS}
 
 
+@pytest.mark.slow
 def test_more_sources(run_ranks, prefix, tmp_path):
     """Ranks that know different numbers of sources say so, instead of talking past each other."""
     (tmp_path / "other").mkdir()
@@ -129,9 +131,10 @@ def test_a_rank_that_reads_no_tokens_is_not_asked_for_them(run_ranks, prefix, tm
     [
         ("hdp_tokens_per_rank", 96),
         ("hybrid_data_parallel", False),
-        ("seed", 7),
-        ("hidden_size", 32),
-        ("lr", 2e-3),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("seed", 7), ("hidden_size", 32), ("lr", 2e-3))
+        ),
     ],
 )
 def test_other_flags(run_ranks, prefix, name, value):
@@ -139,6 +142,7 @@ def test_other_flags(run_ranks, prefix, name, value):
     assert check(run_ranks, run, replace(run, **{name: value})) == {flag_of(name)}
 
 
+@pytest.mark.slow
 def test_paths_may_differ(run_ranks, prefix, tmp_path):
     run = arguments(prefix)
     outcomes = run_ranks(
@@ -156,6 +160,7 @@ def test_another_cost_model(run_ranks, prefix, tmp_path):
     assert "cost model" in facts and facts <= {"cost model", "plan"}
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_run(run_ranks, prefix):
     run = arguments(prefix)
     outcomes = run_ranks(NUM_RANKS, outcome, run, ODD_RANK, run, False)

@@ -327,5 +327,6 @@ assert len(changed()) == 2, changed()
 """
 
 
+@pytest.mark.slow
 def test_importing_the_loop_leaves_megatron_untouched():
     subprocess.run([sys.executable, "-W", "ignore", "-c", UNTOUCHED], check=True, timeout=570)

@@ -102,6 +102,7 @@ def misfits(path):
     }
 
 
+@pytest.mark.slow
 def test_the_installed_megatron_core_fits(installed):
     assert not misfits(installed)
 
