@@ -18,8 +18,8 @@ from megatron_hdp.planner.cost_model import CostModel
 from megatron_hdp.planner.flat_plan import FlatPlan
 from megatron_hdp.planner.pipeline import Pipeline
 
-_MOST_LONGEST = 256
-"""Greatest k of point 4 of ``pipeline_lower_bound_s``."""
+_LONGEST = np.unique(np.geomspace(1, 256, 96).round().astype(np.int64))
+"""The numbers k of point 4 of ``pipeline_lower_bound_s`` that are looked at."""
 
 _MOST_TOGETHER = 2**15
 """Own times of sequences, numbers of parts and degrees that are looked at together: a cache holds
@@ -145,7 +145,7 @@ def pipeline_lower_bound_s(
        least; as these are concave in the share of R(s) that it bears, no two bear less than one of
        them does.
 
-    4. The k longest sequences, for every k. Let u be the least own time of the k-th, so that the
+    4. The k longest sequences, for many k. Let u be the least own time of the k-th, so that the
        micro-batch of each of the k takes at least u, p its least time of a part, and T the time of
        all such micro-batches of one rank. On stage s they take W(s) T; the forward of the first of
        them takes R(s) p / 3 before, the backward of the last one 2 R(s) p / 3 after. The rank's
@@ -366,10 +366,11 @@ class _LongestOnes:
 
     @classmethod
     def of(cls, lengths: Int64Array, compute: Float64Array, speed: float, own: _OwnTimes) -> Self:
-        order = np.argsort(-lengths, kind="stable")[:_MOST_LONGEST]
-        times = list(own.of(lengths[order], np.array([[1], [own.most_parts]])))
+        order = np.argsort(-lengths, kind="stable")[: _LONGEST[-1]]
+        last = _LONGEST[_LONGEST <= len(order)] - 1  # of each k
+        times = list(own.of(lengths[order[last]], np.array([[1], [own.most_parts]])))
         least_s, part_s = _least_s(times, 1.0, 0.0), _least_s(times, 0.0, 1.0)
-        of_them = np.cumsum(compute[order]) / speed
+        of_them = np.cumsum(compute[order])[last] / speed
         return cls(least_s, part_s, of_them, float(compute.sum()) / speed)
 
     def beside_them_s(self, shares: Float64Array, ramps: Float64Array, first: float) -> float:
