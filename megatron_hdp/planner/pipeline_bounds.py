@@ -367,7 +367,7 @@ class _LongestOnes:
     @classmethod
     def of(cls, lengths: Int64Array, compute: Float64Array, speed: float, own: _OwnTimes) -> Self:
         order = np.argsort(-lengths, kind="stable")[: _LONGEST[-1]]
-        last = _LONGEST[_LONGEST <= len(order)] - 1  # of each k
+        last = _LONGEST[len(order) >= _LONGEST] - 1  # of each k
         times = list(own.of(lengths[order[last]], np.array([[1], [own.most_parts]])))
         least_s, part_s = _least_s(times, 1.0, 0.0), _least_s(times, 0.0, 1.0)
         of_them = np.cumsum(compute[order])[last] / speed

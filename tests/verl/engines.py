@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 import types
 import warnings
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 import transformers
 
+from tests.bridge.loop import Absent
 from tests.session.test_bridge import bridge_of, local_layers
 
 HOW = (
-    "verl or Megatron-Bridge is not installed: pip install verl==0.9.1 'transformers<5.11' "
-    "'megatron-energon<8', and do as tests/bridge/requirements.txt says"
+    "verl or Megatron-Bridge is not installed: do as tests/verl/requirements.txt and "
+    "tests/bridge/requirements.txt say"
 )
 OVERRIDES = dict.fromkeys(
     (
@@ -104,6 +106,8 @@ def engine_of(
     warnings.simplefilter("ignore")
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "megatron_hdp.verl"  # as the entry point does
     bridge_of()
+    if importlib.util.find_spec("megatron.energon") is None:  # which is imported, and not used
+        sys.meta_path.insert(0, Absent())
     know_local_layers()
     on_cpu()
     from verl.trainer.config import CheckpointConfig
