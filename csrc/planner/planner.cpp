@@ -18,7 +18,11 @@ namespace {
 // In parts where they help. Where ranks share experts, with the time of ranks that wait for each
 // other at every position.
 Scheduled judged(const Problem& problem, Plan plan) {
-  if (plan.num_parts.empty()) choose_parts(problem, plan);
+  if (plan.num_parts.empty()) {
+    choose_parts(problem, plan);
+  } else {
+    equalize_parts(problem, plan);
+  }
   if (problem.expert_ranks == 1 || problem.pipeline_stages > 1) {
     return scheduled(problem, std::move(plan));
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -307,24 +308,32 @@ Plan of_pipelines(const Problem& problem) {
   if (problem.expert_ranks == 1) return pp_balance(problem);
   Plan best;
   double least_s = kInfinity;
-  const auto offer = [&](int64_t parts, bool streams) {
-    Problem known = problem;
-    known.sequence_parts = parts;
-    known.streams = streams;
-    Plan plan = pp_balance(known);
-    plan.positions = aligned_positions(problem, plan);
-    if (plan.num_parts.empty()) choose_parts(problem, plan);
+  const auto offer = [&](Plan plan) {
     const double makespan_s = run_together(problem, plan).makespan_s(problem);
     if (makespan_s >= least_s) return;
     least_s = makespan_s;
     best = std::move(plan);
   };
+  std::set<int64_t> numbers{1};
+  if (may_run_in_parts(problem)) numbers.insert(problem.sequence_parts);
   // plans in parts, or with streams, are made as if no rank waited for its domain: others may be
   // faster
   for (const bool streams : {false, true}) {
     if (streams ? !problem.streams : !rings_hold_all(without_streams(problem))) continue;
-    offer(1, streams);
-    if (may_run_in_parts(problem)) offer(problem.sequence_parts, streams);
+    for (const int64_t parts : numbers) {
+      Problem known = problem;
+      known.sequence_parts = parts;
+      known.streams = streams;
+      Plan plan = pp_balance(known);
+      plan.positions = aligned_positions(problem, plan);
+      Plan chosen = plan;
+      chosen.num_parts.clear();
+      choose_parts(problem, chosen);
+      offer(std::move(chosen));
+      if (plan.num_parts.empty()) continue;
+      equalize_parts(problem, plan);
+      offer(std::move(plan));
+    }
   }
   return best;
 }

@@ -10,6 +10,16 @@ namespace {
 // By what share of its time a micro-batch may become longer; each is tried.
 constexpr double kLonger[] = {1.0 / 64, 1.0 / 16, 1.0 / 4, 1.0 / 2};
 
+// Those that run together in these; beside a stream, which has its own, all are whole.
+void take_parts(const Together& together, Plan& plan) {
+  plan.num_parts.clear();
+  for (const std::size_t i : together.of_micro_batch) {
+    plan.num_parts.push_back(together.passing.streams(i) ? 1 : together.passing.num_parts[i]);
+  }
+  const auto is_whole = [](int32_t parts) { return parts == 1; };
+  if (std::all_of(plan.num_parts.begin(), plan.num_parts.end(), is_whole)) plan.num_parts.clear();
+}
+
 }  // namespace
 
 bool may_run_in_parts(const Problem& problem) {
@@ -45,12 +55,12 @@ void choose_parts(const Problem& problem, Plan& plan) {
     least_s = found_s;
     best = std::move(found);
   }
-  std::vector<int32_t>& found = best.passing.num_parts;
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    if (best.passing.streams(i)) found[i] = 1;
-  }
-  if (*std::max_element(found.begin(), found.end()) == 1) return;
-  for (const std::size_t i : best.of_micro_batch) plan.num_parts.push_back(found[i]);
+  take_parts(best, plan);
+}
+
+void equalize_parts(const Problem& problem, Plan& plan) {
+  if (problem.expert_ranks == 1 || plan.num_parts.empty()) return;
+  take_parts(run_together(problem, plan), plan);
 }
 
 }  // namespace hdp

@@ -140,6 +140,9 @@ bool may_run_in_parts(const Problem& problem);
 // position stay whole.
 void choose_parts(const Problem& problem, Plan& plan);
 
+// Has those that run together run in as many parts as the one of them that has most.
+void equalize_parts(const Problem& problem, Plan& plan);
+
 // Of neighbouring ranks that share experts and wait for each other at every position:
 
 // The position of each micro-batch in the lists of all its ranks: what the plan says, or the first

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_hdp.cli.lengths import batch_of
 from megatron_hdp.planner import CostModel, evaluate, plan
 from megatron_hdp.planner.experts import figures_in_lockstep
-from megatron_hdp.planner.lockstep import slots, streams_of
+from megatron_hdp.planner.lockstep import padding_parts, slots, streams_of
 from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.execution import execute
 from tests.planner.experts.test_ep_balance import HALF
@@ -20,7 +20,7 @@ from tests.planner.problems import repeatable
 from tests.planner.test_streams import asked
 
 quickly = repeatable(60)
-STAGES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1)]
+STAGES = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 8), (2, 2, 4)]
 """And virtual stages, and the most parts of what does not stream."""
 
 
@@ -61,6 +61,9 @@ def check(found, strategy):
     twice = streams_of(made, lists, lockstep_ranks=size)
     beside = np.concatenate([one[here > 0] for one, here in zip(lists, twice, strict=True)])
     others = beside[(beside >= 0) & ~made.is_stream[beside]]
+    behind = padding_parts(made, lists, lockstep_ranks=size)
+    for one, parts, streams in zip(lists, behind, twice, strict=True):
+        assert not parts[(one >= 0) & (streams == 0)].any(), "a domain has equally many parts"
     assert not made.offload_ratios[others].any(), "what is computed twice leaves no device"
 
 
