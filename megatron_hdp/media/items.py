@@ -31,6 +31,9 @@ class ItemBatch:
     """That may encode one item together."""
     speeds: Float64Array | None = None
     """Of each rank, 1 being the cost model's; None: all 1."""
+    waves: Int32Array | None = None
+    """Of each item, the exchange with which its rows travel; later micro-batches have no earlier
+    one. None: there is one, ``[items]``."""
 
     @property
     def rank_speeds(self) -> Float64Array:
@@ -53,9 +56,10 @@ class ItemBatch:
 class ItemPlan:
     """Which ranks encode which items, and in which order.
 
-    Items of one phase end before those of the next one begin, on all ranks. In a phase each rank
-    first takes part in its cut items, in the order of their turns, which is the same everywhere,
-    so that no two ranks wait for each other; then it encodes its packs of whole items.
+    Items of one phase end before those of the next one begin, on all ranks; a phase's are of one
+    wave. In a phase each rank first takes part in its cut items, in the order of their turns, which
+    is the same everywhere, so that no two ranks wait for each other; then it encodes its packs of
+    whole items.
     """
 
     strategy: str

@@ -8,6 +8,7 @@
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,16 +33,43 @@ def plan_items(
     Raises:
         ItemPlanError: figures that are none, or an item that no node can hold.
     """
+    if strategy not in ITEM_STRATEGIES:
+        raise ItemPlanError(
+            f"a strategy of items: found {strategy!r}, expected one of {', '.join(ITEM_STRATEGIES)}"
+        )
     try:
+        if batch.waves is not None and strategy != "micro-batch":
+            return _by_waves(batch, batch.waves, cost, strategy, replica_ranks)
         if strategy == "step":
             return _step(batch, cost)
         return _OTHERS[strategy](batch, replica_ranks)
-    except KeyError:
-        raise ItemPlanError(
-            f"a strategy of items: found {strategy!r}, expected one of {', '.join(ITEM_STRATEGIES)}"
-        ) from None
     except ValueError as error:
         raise ItemPlanError(f"a plan of items: {error}") from None
+
+
+def _by_waves(
+    batch: ItemBatch, waves: Int32Array, cost: ItemCostModel, strategy: str, replica_ranks: int
+) -> ItemPlan:
+    """Return the plans of all waves, each a phase of one."""
+    first_ranks, turns = np.zeros_like(waves), np.zeros_like(waves)
+    degrees = np.ones_like(waves)
+    num_cut = 0
+    for wave in np.unique(waves).tolist():
+        here = np.flatnonzero(waves == wave)
+        of_wave = replace(
+            batch,
+            patches=batch.patches[here],
+            consumers=batch.consumers[here],
+            micro_batches=batch.micro_batches[here],
+            waves=None,
+        )
+        made = plan_items(of_wave, cost, strategy, replica_ranks=replica_ranks)
+        first_ranks[here], degrees[here] = made.first_ranks, made.degrees
+        turns[here] = made.turns + num_cut * made.is_cut  # cut items have turns of their own
+        num_cut += int(made.is_cut.sum())
+    return ItemPlan(
+        strategy=strategy, first_ranks=first_ranks, degrees=degrees, turns=turns, phases=waves
+    )
 
 
 def _step(batch: ItemBatch, cost: ItemCostModel) -> ItemPlan:
