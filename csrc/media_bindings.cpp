@@ -25,12 +25,14 @@ py::array_t<T> to_numpy(const std::vector<T>& values) {
 }
 
 py::tuple plan_items(const Array<int64_t>& patches, const Array<int32_t>& consumers,
-                     const Array<double>& speeds, int64_t ranks_per_node, int64_t most_ranks,
-                     int64_t patches_per_row, int64_t patches_per_pack, double patch_s,
-                     double patch2_s, double pack_s, double gathered_s_per_patch) {
+                     const Array<double>& speeds, const Array<double>& busy_s,
+                     double free_s, int64_t ranks_per_node, int64_t most_ranks, int64_t patches_per_row,
+                     int64_t patches_per_pack, double patch_s, double patch2_s, double pack_s,
+                     double gathered_s_per_patch) {
   hdp::ItemProblem problem{to_vector(patches), to_vector(consumers), to_vector(speeds),
-                           ranks_per_node,     most_ranks,           patches_per_row,
-                           patches_per_pack,   {patch_s, patch2_s, pack_s, gathered_s_per_patch}};
+                           to_vector(busy_s),  free_s,               ranks_per_node,
+                           most_ranks,         patches_per_row,      patches_per_pack,
+                           {patch_s, patch2_s, pack_s, gathered_s_per_patch}};
   hdp::ItemPlan plan;
   {
     const py::gil_scoped_release release;
@@ -44,7 +46,7 @@ py::tuple plan_items(const Array<int64_t>& patches, const Array<int32_t>& consum
 PYBIND11_MODULE(_items, module, py::mod_gil_not_used()) {
   module.doc() = "Plans which ranks encode which items.";
   module.def("plan_items", &plan_items, py::arg("patches"), py::arg("consumers"),
-             py::arg("speeds"), py::kw_only(), py::arg("ranks_per_node"),
+             py::arg("speeds"), py::arg("busy_s"), py::arg("free_s"), py::kw_only(), py::arg("ranks_per_node"),
              py::arg("most_ranks"), py::arg("patches_per_row"), py::arg("patches_per_pack"),
              py::arg("patch_s"), py::arg("patch2_s"), py::arg("pack_s"),
              py::arg("gathered_s_per_patch"));

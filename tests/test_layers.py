@@ -24,7 +24,8 @@ MIN_LINES = 45
 ROOMS: dict[str, set[str]] = {
     "options": set(),
     **dict.fromkeys(("exit_codes", "nearest", "strategies", "arrays", "files"), set()),
-    **dict.fromkeys(("compiled", "overrides", "processes", "planner", "media"), set()),
+    **dict.fromkeys(("compiled", "overrides", "processes", "planner"), set()),
+    "media": {"planner"},
     **dict.fromkeys(("planner/network", "planner/online", "planner/experts"), {"planner"}),
     "planner/shape": {"planner"},
     "planner/stages": {"planner/shape"},

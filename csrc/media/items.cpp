@@ -30,6 +30,19 @@ void check(const ItemProblem& problem) {
       refuse("found the speed " + std::to_string(speed) + "; expected a number above 0");
     }
   }
+  if (!problem.busy_s.empty() && problem.busy_s.size() != problem.speeds.size()) {
+    refuse("found " + std::to_string(problem.busy_s.size()) + " ranks that are busy and speeds of " +
+           std::to_string(problem.speeds.size()) + "; expected as many of both");
+  }
+  if (!(problem.free_s >= 0) || !std::isfinite(problem.free_s)) {
+    refuse("found encoding free for " + std::to_string(problem.free_s) +
+           " s; expected a number from 0 on");
+  }
+  for (const double busy_s : problem.busy_s) {
+    if (!(busy_s >= 0) || !std::isfinite(busy_s)) {
+      refuse("found a rank busy for " + std::to_string(busy_s) + " s; expected a number from 0 on");
+    }
+  }
   const std::size_t count = problem.patches.size();
   if (count > kMostItems) refuse("found more than 2^31 items");
   if (!problem.consumers.empty() && problem.consumers.size() != count) {
@@ -186,11 +199,14 @@ class Items {
         std::min({problem.ranks_per_node, problem.most_ranks, static_cast<int64_t>(num_ranks)});
     while (2 * most_degree <= most) most_degree *= 2;
     for (const int64_t patches : problem.patches) total_s += whole_s(patches);
-    even_s = total_s / total_speed;
-    bound_s = even_s;
+    bound_s = std::max(even_end_s(), problem.free_s);
+    const double first_s =
+        problem.busy_s.empty() ? 0 : *std::min_element(problem.busy_s.begin(), problem.busy_s.end());
+    even_s = bound_s - first_s;
     for (const Item& item : order) {  // the rest take less
-      bound_s = std::max(bound_s, cut_s(item.patches, best_degree(item.patches, 0)) / top_speed);
-      if (whole_s(item.patches) / top_speed <= bound_s) break;
+      const double best_s = cut_s(item.patches, best_degree(item.patches, 0)) / top_speed;
+      bound_s = std::max(bound_s, first_s + best_s);
+      if (first_s + whole_s(item.patches) / top_speed <= bound_s) break;
     }
   }
 
@@ -248,10 +264,28 @@ class Items {
   double top_speed = 0;
   int64_t most_degree = 1;
   double total_s = 0;
-  double even_s = 0;
-  double bound_s = 0;
+  double even_s = 0;   // of the rank that is free first, where all work is even
+  double bound_s = 0;  // of the makespan
 
  private:
+  // When all work is done if it can be spread as sand over the ranks once they are free.
+  double even_end_s() const {
+    if (problem.busy_s.empty()) return total_s / total_speed;
+    std::vector<std::pair<double, double>> ranks;  // (busy, speed)
+    for (std::size_t i = 0; i < problem.busy_s.size(); ++i) {
+      ranks.emplace_back(problem.busy_s[i], problem.speeds[i]);
+    }
+    std::sort(ranks.begin(), ranks.end());
+    double speed = 0;
+    double done_s = total_s;  // with the speed-weighted time that these ranks are busy
+    for (const auto& [busy_s, of_rank] : ranks) {
+      if (speed > 0 && done_s / speed <= busy_s) break;
+      speed += of_rank;
+      done_s += of_rank * busy_s;
+    }
+    return done_s / speed;
+  }
+
   // By rows, of which there are few different numbers: each has its place at once.
   void sort() {
     const std::size_t count = problem.patches.size();
@@ -295,7 +329,8 @@ struct Packs {
 
 class Placing {
  public:
-  explicit Placing(const Items& items) : items_(items), done_(items.problem.speeds.size(), 0.0) {
+  explicit Placing(const Items& items) : items_(items), done_(items.problem.busy_s) {
+    done_.resize(items.problem.speeds.size(), 0.0);
     const std::size_t count = items.problem.patches.size();
     for (const double speed : items.problem.speeds) seconds_.push_back(1 / speed);
     plan_.first_ranks.resize(count);
@@ -305,11 +340,21 @@ class Placing {
 
   ItemPlan run(const Attempt& attempt) {
     place_whole(place_cut(attempt), attempt.near_share * items_.even_s);
-    plan_.makespan_s = *std::max_element(done_.begin(), done_.end());
+    plan_.makespan_s = last_s();
     return std::move(plan_);
   }
 
  private:
+  // When the last of the ranks is done that encode.
+  double last_s() const {
+    const std::vector<double>& busy_s = problem().busy_s;
+    double last_s = 0;
+    for (std::size_t rank = 0; rank < done_.size(); ++rank) {
+      if (busy_s.empty() || done_[rank] > busy_s[rank]) last_s = std::max(last_s, done_[rank]);
+    }
+    return last_s;
+  }
+
   const ItemProblem& problem() const { return items_.problem; }
 
   int32_t& degree(const Item& item) { return plan_.degrees[static_cast<std::size_t>(item.number)]; }
@@ -351,8 +396,7 @@ class Placing {
   // patches in it.
   void place_whole(const std::vector<Item>& whole, double longest_near_s) {
     Units ranks(problem(), done_, 1);
-    const double limit_s = std::max(items_.bound_s * kFull,
-                                    *std::max_element(done_.begin(), done_.end()));
+    const double limit_s = std::max(items_.bound_s * kFull, last_s());
     std::vector<Packs> packs(done_.size());
     for (const Item& item : whole) {
       const double takes = items_.whole_s(item.patches);

@@ -21,6 +21,8 @@ struct ItemProblem {
   std::vector<int64_t> patches;     // of each item
   std::vector<int32_t> consumers;   // the rank whose sequence holds each item; empty: none is near
   std::vector<double> speeds;       // of each rank
+  std::vector<double> busy_s;       // of each rank: until when it does something else; empty: 0
+  double free_s = 0;                // until when encoding costs nothing: nothing is cut to end sooner
   int64_t ranks_per_node = 1;       // ranks k * ranks_per_node and behind share node k
   int64_t most_ranks = 8;           // that encode one item together
   int64_t patches_per_row = 1;      // an item is cut between rows of its embeddings
@@ -36,7 +38,7 @@ struct ItemPlan {
   std::vector<int32_t> first_ranks;
   std::vector<int32_t> degrees;
   std::vector<int32_t> turns;
-  double makespan_s = 0;
+  double makespan_s = 0;  // of the ranks that encode
 };
 
 // Longest first to the rank that is done first (LPT; Graham 1969), near its consumer where that

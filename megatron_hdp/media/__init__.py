@@ -3,10 +3,11 @@
 from megatron_hdp.media.cost import ItemCostModel
 from megatron_hdp.media.encoders import ENCODERS, Encoder, Limits, Resizing, Windows
 from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bound_s
+from megatron_hdp.media.gaps import PipelineGaps, gaps_of, slots_of_micro_batches, wave_choices
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
 from megatron_hdp.media.lanes import ItemLanes, item_lanes
 from megatron_hdp.media.patches import Patches, Sound
-from megatron_hdp.media.planning import dealt, plan_items
+from megatron_hdp.media.planning import dealt, plan_in_gaps, plan_items
 from megatron_hdp.media.positions import MRope, RowGrid, row_positions
 from megatron_hdp.options import BALANCES as ITEM_STRATEGIES
 from megatron_hdp.options import PATCHES_PER_PACK
@@ -25,14 +26,19 @@ __all__ = [
     "Limits",
     "MRope",
     "Patches",
+    "PipelineGaps",
     "Resizing",
     "RowGrid",
     "Sound",
     "Windows",
     "dealt",
     "evaluate_items",
+    "gaps_of",
     "item_lanes",
     "items_bound_s",
+    "plan_in_gaps",
     "plan_items",
     "row_positions",
+    "slots_of_micro_batches",
+    "wave_choices",
 ]

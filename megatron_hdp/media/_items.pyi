@@ -5,6 +5,8 @@ def plan_items(
     patches: NDArray[np.int64],
     consumers: NDArray[np.int32],
     speeds: NDArray[np.float64],
+    busy_s: NDArray[np.float64],
+    free_s: float,
     *,
     ranks_per_node: int,
     most_ranks: int,

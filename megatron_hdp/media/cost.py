@@ -26,6 +26,8 @@ class ItemCostModel:
     patch2_s: float = 0.0
     pack_s: float = 0.0
     gathered_s_per_patch: float = 0.0
+    forward_share: float = 1 / _TRAINED
+    """Of all this the part before the rows are there; the rest is behind their gradients."""
 
     def __post_init__(self) -> None:
         """Refuses what is no cost.
@@ -39,6 +41,10 @@ class ItemCostModel:
                 raise ValueError(
                     f"{field.name} of an item: found {value}, expected a number from 0 on"
                 )
+        if not 0 < self.forward_share <= 1:
+            raise ValueError(
+                f"forward_share of an item: found {self.forward_share}, expected above 0, at most 1"
+            )
         if not self.patch_s + self.patch2_s:
             raise ValueError("an item: found no cost of a patch, expected one above 0")
 
@@ -70,4 +76,5 @@ class ItemCostModel:
             patch2_s=passes * quadratic / flop_per_s,
             pack_s=pack_s,
             gathered_s_per_patch=gathers * kv_bytes / bytes_per_s,
+            forward_share=1 / passes,
         )

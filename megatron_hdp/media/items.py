@@ -1,10 +1,11 @@
 """Items of a step, and a plan of which ranks encode them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array, Int32Array, Int64Array
+from megatron_hdp.media.gaps import PipelineGaps
 
 
 class ItemPlanError(ValueError):
@@ -34,11 +35,24 @@ class ItemBatch:
     waves: Int32Array | None = None
     """Of each item, the exchange with which its rows travel; later micro-batches have no earlier
     one. None: there is one, ``[items]``."""
+    gaps: PipelineGaps | None = None
+    """Of the schedule that the items' waves belong to; None: encoding is all that a step does."""
 
     @property
     def rank_speeds(self) -> Float64Array:
         """Speeds of all ranks."""
         return np.ones(self.num_ranks) if self.speeds is None else self.speeds
+
+    def of_wave(self, items: Int64Array) -> "ItemBatch":
+        """Return these items by themselves, without waves."""
+        return replace(
+            self,
+            patches=self.patches[items],
+            consumers=self.consumers[items],
+            micro_batches=self.micro_batches[items],
+            waves=None,
+            gaps=None,
+        )
 
     def nodes(self, ranks: Int32Array) -> Int32Array:
         """Return the nodes of ranks."""

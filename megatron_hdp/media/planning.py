@@ -7,15 +7,19 @@
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array, Int32Array, Int64Array
 from megatron_hdp.media.cost import ItemCostModel
+from megatron_hdp.media.evaluation import evaluate_items, rank_work_s
 from megatron_hdp.media.extension import _items
+from megatron_hdp.media.gaps import PipelineGaps
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
+from megatron_hdp.media.lateness import Lateness
 from megatron_hdp.options import BALANCES as ITEM_STRATEGIES
 
 
@@ -47,23 +51,74 @@ def plan_items(
         raise ItemPlanError(f"a plan of items: {error}") from None
 
 
+def plan_in_gaps(
+    batch: ItemBatch,
+    cost: ItemCostModel,
+    choices: Sequence[tuple[Int32Array, PipelineGaps]],
+    strategy: str = "step",
+    *,
+    replica_ranks: int = 8,
+) -> tuple[ItemBatch, ItemPlan]:
+    """Return the plan, and its batch with waves, that makes a step of pipelines least longer.
+
+    Args:
+        batch: the items of a step.
+        cost: of items.
+        choices: waves of the items, and the gaps that belong to them.
+        strategy: one of `ITEM_STRATEGIES`.
+        replica_ranks: as of `plan_items`.
+
+    Raises:
+        ItemPlanError: as `plan_items`.
+    """
+    found: list[tuple[float, ItemBatch, ItemPlan]] = []
+    for waves, gaps in choices:
+        one = replace(batch, waves=waves, gaps=gaps)
+        made = plan_items(one, cost, strategy, replica_ranks=replica_ranks)
+        found.append((evaluate_items(one, made, cost).makespan_s, one, made))
+    _, in_waves, best = min(found, key=lambda one: one[0])
+    return in_waves, best
+
+
 def _by_waves(
     batch: ItemBatch, waves: Int32Array, cost: ItemCostModel, strategy: str, replica_ranks: int
 ) -> ItemPlan:
     """Return the plans of all waves, each a phase of one."""
+    gaps = batch.gaps if strategy == "step" else None
+    if gaps is None:
+        return _one_by_one(
+            batch,
+            waves,
+            strategy,
+            lambda of_wave, _: plan_items(of_wave, cost, strategy, replica_ranks=replica_ranks),
+        )
+    found = []
+    for is_even in (True, False):
+        late = Lateness(batch, gaps, cost, is_even=is_even)
+        made = _one_by_one(batch, waves, strategy, partial(_in_gaps, late, cost))
+        found.append((late.late_s, made))
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _in_gaps(late: Lateness, cost: ItemCostModel, batch: ItemBatch, wave: int) -> ItemPlan:
+    made = _step(batch, cost, *late.busy_s(wave))
+    late.add(wave, rank_work_s(batch, made, cost))
+    return made
+
+
+def _one_by_one(
+    batch: ItemBatch,
+    waves: Int32Array,
+    strategy: str,
+    plan: Callable[[ItemBatch, int], ItemPlan],
+) -> ItemPlan:
+    """Return what `plan` makes of the items of each wave, as one."""
     first_ranks, turns = np.zeros_like(waves), np.zeros_like(waves)
     degrees = np.ones_like(waves)
     num_cut = 0
     for wave in np.unique(waves).tolist():
         here = np.flatnonzero(waves == wave)
-        of_wave = replace(
-            batch,
-            patches=batch.patches[here],
-            consumers=batch.consumers[here],
-            micro_batches=batch.micro_batches[here],
-            waves=None,
-        )
-        made = plan_items(of_wave, cost, strategy, replica_ranks=replica_ranks)
+        made = plan(batch.of_wave(here), wave)
         first_ranks[here], degrees[here] = made.first_ranks, made.degrees
         turns[here] = made.turns + num_cut * made.is_cut  # cut items have turns of their own
         num_cut += int(made.is_cut.sum())
@@ -72,11 +127,18 @@ def _by_waves(
     )
 
 
-def _step(batch: ItemBatch, cost: ItemCostModel) -> ItemPlan:
+def _step(
+    batch: ItemBatch,
+    cost: ItemCostModel,
+    busy_s: Float64Array | None = None,
+    free_s: float = 0.0,
+) -> ItemPlan:
     first_ranks, degrees, turns = _items.plan_items(
         batch.patches,
         batch.consumers,
         batch.rank_speeds,
+        np.zeros(0) if busy_s is None else busy_s,
+        free_s,
         ranks_per_node=batch.ranks_per_node,
         most_ranks=batch.most_ranks,
         patches_per_row=batch.patches_per_row,

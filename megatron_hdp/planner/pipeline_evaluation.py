@@ -53,17 +53,22 @@ class Waits(NamedTuple):
     """Whether the second takes from another stage what the first has made."""
 
 
-def pipeline_schedule(plan: Plan, duration_s: Float64Array, pipeline: Pipeline) -> PipelineSchedule:
+def pipeline_schedule(
+    plan: Plan,
+    duration_s: Float64Array,
+    pipeline: Pipeline,
+    earliest_s: Float64Array | None = None,
+) -> PipelineSchedule:
     """Runs the plan; ``duration_s`` is a micro-batch's time over all stages, both passes.
 
     With several model chunks it runs in its slots (`planner.lockstep`), whose padding takes no
-    time.
+    time. No forward starts before its ``earliest_s``, ``[chunks x stages, micro-batches]``.
 
     Raises:
         ValueError: the ranks wait for each other for ever; names the micro-batches.
     """
     if plan.num_parts is not None:
-        return _schedule_in_parts(plan, duration_s, pipeline)
+        return _schedule_in_parts(plan, duration_s, pipeline, earliest_s)
     num_micro_batches = plan.num_micro_batches
     lists = lists_of(plan) if pipeline.chunks == 1 else _lists_of_slots(plan, pipeline)
     num = max(num_micro_batches, int(lists.micro_batches.max(initial=-1)) + 1)
@@ -72,7 +77,10 @@ def pipeline_schedule(plan: Plan, duration_s: Float64Array, pipeline: Pipeline) 
     passes = (pass_shares(plan, num) * padded_s).ravel()
     seconds = np.multiply.outer(pipeline.row_weights, passes).ravel()
     waits = waits_of(lists, num, pipeline)
-    starts, finished = longest_paths(waits, seconds)
+    earliest = np.zeros((pipeline.rows, 2, num))
+    if earliest_s is not None:
+        earliest[:, 0, :num_micro_batches] = earliest_s
+    starts, finished = longest_paths(waits, seconds, earliest_s=earliest.ravel())
     if not finished.all():
         raise ValueError(_deadlock(plan, pipeline.stages, waits.first, waits.then, finished))
     shaped = starts.reshape(pipeline.rows, 2, num)[:, :, :num_micro_batches]
@@ -91,7 +99,7 @@ def pass_shares(plan: Plan, num: int) -> Float64Array:
 
 
 def _schedule_in_parts(
-    plan: Plan, duration_s: Float64Array, pipeline: Pipeline
+    plan: Plan, duration_s: Float64Array, pipeline: Pipeline, earliest_s: Float64Array | None
 ) -> PipelineSchedule:
     """The same of micro-batches in parts, that pass from stage to stage one by one."""
     lists = lists_of(plan) if pipeline.chunks == 1 else _lists_of_slots(plan, pipeline)
@@ -104,14 +112,17 @@ def _schedule_in_parts(
     passes = shares * np.repeat(padded_s, parts)
     seconds = np.multiply.outer(pipeline.row_weights, passes.ravel()).ravel()
     waits = waits_of_parts(lists, parts, pipeline)
-    starts, finished = longest_paths(waits, seconds)
+    earliest = np.zeros((pipeline.rows, 2, num))
+    of_plan = slice(0, int(plan.parts_of_each.sum()))
+    if earliest_s is not None:
+        earliest[:, 0, of_plan] = np.repeat(earliest_s, plan.parts_of_each, axis=1)
+    starts, finished = longest_paths(waits, seconds, earliest_s=earliest.ravel())
     if not finished.all():
         raise ValueError(f"deadlock with {pipeline.stages} pipeline stages")
     shaped = starts.reshape(pipeline.rows, 2, num)
     makespan_s = float((starts + seconds).max()) if num else 0.0
     begins, ends = (one[: plan.num_micro_batches] for one in (begins, begins + parts - 1))
     # backward begins with the last part
-    of_plan = slice(0, int(plan.parts_of_each.sum()))
     part_starts_s = shaped[:, 0, of_plan].copy(), shaped[:, 1, of_plan].copy()
     return PipelineSchedule(
         part_starts_s[0][:, begins], part_starts_s[1][:, ends], makespan_s, part_starts_s
@@ -231,10 +242,15 @@ def waits_of(lists: RankLists, num: int, pipeline: Pipeline) -> Waits:
 
 
 def longest_paths(
-    waits: Waits, seconds: Float64Array, lag_s: Float64Array | None = None
+    waits: Waits,
+    seconds: Float64Array,
+    lag_s: Float64Array | None = None,
+    earliest_s: Float64Array | None = None,
 ) -> tuple[Float64Array, BoolArray]:
     """Earliest start of every operation, and which of them ever start: topological, in waves.
-    A ``lag_s`` lies between the end of the first of a pair and the start of the second.
+
+    A ``lag_s`` lies between the end of the first of a pair and the start of the second; none
+    starts before its ``earliest_s``.
     """
     num = len(seconds)
     by_first = np.argsort(waits.first, kind="stable")
@@ -242,7 +258,7 @@ def longest_paths(
     lag = None if lag_s is None else lag_s[by_first]
     offsets = np.concatenate([[0], np.cumsum(np.bincount(waits.first, minlength=num))])
     waiting_for = np.bincount(then, minlength=num)
-    starts = np.zeros(num)
+    starts = np.zeros(num) if earliest_s is None else earliest_s.copy()
     finished = np.zeros(num, dtype=np.bool_)
     wave = np.flatnonzero(waiting_for == 0)
     while wave.size:

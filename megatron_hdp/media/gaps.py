@@ -1,0 +1,115 @@
+"""When ranks of pipelines wait for each other in a step, and so can encode for nothing."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.planner import Evaluation, Plan
+from megatron_hdp.planner.lockstep import PADDING, slots
+from megatron_hdp.planner.parts import time_shares
+from megatron_hdp.planner.pipeline import Pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineGaps:
+    """The schedule of a step as it is without items: where encoding makes it no longer.
+
+    A rank of a late stage waits for the first micro-batch, and again behind its last backward until
+    the first stage is done. There it can encode items of waves whose rows are not wanted yet, and
+    go backward through those whose gradients have come.
+    """
+
+    free_until_s: Float64Array
+    """When each rank begins its first forward, ``[ranks of the job]``."""
+    free_from_s: Float64Array
+    """When each rank ends its last backward, ``[ranks of the job]``."""
+    wanted_s: Float64Array
+    """When the first micro-batch with rows of each wave begins, ``[waves]``."""
+    given_s: Float64Array
+    """When the last one ends its backward on the first stage, ``[waves]``."""
+    makespan_s: float
+    """Until the last rank ends."""
+
+
+# First slots of waves, and last ones, counted from the end.
+_ENDS = (((), ()), ((2,), (2,)), ((2, 4), (2, 4)), ((1, 2, 4), (4,)))
+
+
+def wave_choices(num_slots: int) -> list[Int64Array]:
+    """Return ways to cut a step's slots into waves; each has the first slots of its own.
+
+    Slots at the ends are waves of their own: rows of the first are wanted at once, and gradients of
+    the last come when nobody has time. The more waves, the fewer items each has to deal evenly.
+    """
+    doubled = tuple(2**i for i in range(num_slots.bit_length()) if 2 ** (i + 1) <= num_slots)
+    found: dict[tuple[int, ...], Int64Array] = {}
+    for front, back in (*_ENDS, (doubled, doubled)):
+        starts = {0, *front, *(num_slots - one for one in back)}
+        kept = tuple(sorted(one for one in starts if 0 <= one < num_slots))
+        found[kept] = np.array(kept, dtype=np.int64)
+    return list(found.values())
+
+
+def gaps_of(
+    plan: Plan,
+    times: Evaluation,
+    wave_starts: Int64Array,
+    *,
+    tensor_ranks: int = 1,
+    lockstep_ranks: int = 1,
+) -> PipelineGaps:
+    """Return the gaps of a plan's schedule.
+
+    Args:
+        plan: of the step's sequences.
+        times: of that plan, with the pipeline that each rank is.
+        wave_starts: the first slot of each wave, ascending from 0, ``[waves]``.
+        tensor_ranks: of each stage; ranks of the job lie by tensor, HDP, stage.
+        lockstep_ranks: HDP ranks that share experts.
+    """
+    pipeline, num = times.pipeline, plan.num_micro_batches
+    free_until_s = np.full((pipeline.stages, plan.num_ranks), times.makespan_s)
+    free_from_s = np.zeros_like(free_until_s)
+    starts_s = times.forward_start_s[: pipeline.stages]
+    ends_s = _backward_ends_s(plan, times)
+    of_stages_s = ends_s.reshape(pipeline.chunks, pipeline.stages, num).max(axis=0)
+    for rank in range(plan.num_ranks):
+        mine = plan.micro_batches_of(rank)
+        free_until_s[:, rank] = starts_s[:, mine].min(axis=1, initial=times.makespan_s)
+        free_from_s[:, rank] = of_stages_s[:, mine].max(axis=1, initial=0.0)
+    slots_of = slots_of_micro_batches(plan, pipeline, lockstep_ranks)
+    waves = np.searchsorted(wave_starts, slots_of, side="right") - 1
+    wanted_s = np.full(len(wave_starts), times.makespan_s)
+    given_s = np.zeros(len(wave_starts))
+    np.minimum.at(wanted_s, waves, starts_s[0])
+    np.maximum.at(given_s, waves, ends_s[0])
+    return PipelineGaps(
+        free_until_s=free_until_s.ravel().repeat(tensor_ranks),
+        free_from_s=free_from_s.ravel().repeat(tensor_ranks),
+        wanted_s=np.minimum.accumulate(wanted_s[::-1])[::-1],
+        given_s=np.maximum.accumulate(given_s),
+        makespan_s=times.makespan_s,
+    )
+
+
+def slots_of_micro_batches(plan: Plan, pipeline: Pipeline, lockstep_ranks: int = 1) -> Int64Array:
+    """Return the slot of each micro-batch in the lists of its ranks, ``[micro-batches]``."""
+    lists = slots(plan, aligned=True, group_size=pipeline.group_size, lockstep_ranks=lockstep_ranks)
+    found = np.zeros(plan.num_micro_batches, dtype=np.int64)
+    for one in lists:
+        places = np.flatnonzero(one != PADDING)
+        found[one[places]] = places
+    return found
+
+
+def _backward_ends_s(plan: Plan, times: Evaluation) -> Float64Array:
+    """When each row ends its backward of each micro-batch, ``[rows, micro-batches]``."""
+    backward_s = times.duration_s * np.where(plan.runs_twice, 3 / 4, 2 / 3)
+    starts_s, last_s = times.backward_start_s, backward_s
+    if times.part_starts_s is not None:  # the first part goes back last
+        first = np.cumsum(plan.parts_of_each) - plan.parts_of_each
+        starts_s = times.part_starts_s[1][:, first]
+        last_s = backward_s * time_shares(plan)[first]
+    ends_s: Float64Array = starts_s + np.multiply.outer(times.pipeline.row_weights, last_s)
+    return ends_s
