@@ -1,5 +1,6 @@
 """Items of multimodal steps: images, videos, sounds, and which ranks encode them."""
 
+from megatron_hdp.media.apart import with_items_apart
 from megatron_hdp.media.cost import ItemCostModel
 from megatron_hdp.media.encoders import ENCODERS, Encoder, Limits, Resizing, Windows
 from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bound_s
@@ -41,4 +42,5 @@ __all__ = [
     "row_positions",
     "slots_of_micro_batches",
     "wave_choices",
+    "with_items_apart",
 ]

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.planner import serialisation, validation
 from megatron_hdp.planner.flat_plan import FlatPlan, MicroBatch, PlanError
 
@@ -53,6 +54,34 @@ class Plan(FlatPlan):
             ranks=taken[self.ranks],
             local_ranks=ranks[order],
             local_sequences=self.local_sequences[order],
+        )
+
+    def with_contents(self, contents: ArrayLike) -> Self:
+        """The same plan, in which each micro-batch runs the sequences of another one.
+
+        Args:
+            contents: Of each micro-batch that whose sequences it gets; its ranks, parts and offload
+                are the same. Each once, ``[num_micro_batches]``.
+        """
+        taken = np.asarray(contents)
+
+        def moved(offsets: Int64Array, *columns: Any) -> tuple[Int64Array, list[Any]]:
+            counts = np.diff(offsets)[taken]
+            ends = np.cumsum(counts)
+            places = np.repeat(offsets[:-1][taken] - (ends - counts), counts)
+            places += np.arange(len(places))
+            return np.append(0, ends), [one[places] for one in columns]
+
+        sequence_offsets, (sequences,) = moved(self.sequence_offsets, self.sequences)
+        columns = self.local_sequences, self.local_ranks
+        local_offsets, (local_sequences, local_ranks) = moved(self.local_offsets, *columns)
+        return replace(
+            self,
+            sequence_offsets=sequence_offsets,
+            sequences=sequences,
+            local_offsets=local_offsets,
+            local_sequences=local_sequences,
+            local_ranks=local_ranks,
         )
 
     def to_json(self) -> bytes:

@@ -13,8 +13,10 @@ import xxhash
 from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.media import decoded
 from megatron_hdp.data.mixture import Position, Step
+from megatron_hdp.data.steps import PlanSettings, items_apart, plan_by
 from megatron_hdp.media import Patches, Sound
 from megatron_hdp.megatron.media import BatchMedia, MediaItem, StepMedia
+from megatron_hdp.planner import Plan
 
 _KINDS = "biuf"  # numpy's letters of booleans, integers and floating-point numbers
 _MOST_BYTES = 8
@@ -95,6 +97,19 @@ class CheckedBatch:
         if self.step_media is not None:
             self.step_media.decode(lambda items: decoded([self.media[i].data for i in items]))
             self.step_media.agree_on_damages(most_damaged)
+
+    def planned(self, settings: PlanSettings) -> Plan:
+        """The plan of its sequences.
+
+        Raises:
+            ValueError: a sequence fits on no number of ranks.
+        """
+        made = plan_by(settings, self.lengths)
+        if self.items is None:
+            return made
+        largest = np.zeros(len(self.lengths), dtype=np.int64)
+        np.maximum.at(largest, [one.sequence for one in self.media], self.items.counts)
+        return items_apart(settings, made, largest)
 
     def num_loss_tokens(self, shift: int) -> Int64Array:
         """Those of each sequence, ``[n]``, but the first `shift` tokens of it."""

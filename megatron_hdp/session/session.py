@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.data.steps import RankMicroBatch, RankShare, plan_by, read_micro_batch, shares_of
+from megatron_hdp.data.steps import RankMicroBatch, RankShare, read_micro_batch, shares_of
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.weights import load_weights
 from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome, in_mode
@@ -292,7 +292,7 @@ class HdpSession:
         Raises:
             ValueError: a batch that cannot be run, or a sequence that fits on no number of ranks.
         """
-        return plan_by(self._settings, self._checked(batch).lengths)
+        return self._checked(batch).planned(self._settings)
 
     @watched(EveryRankError)
     def step(
@@ -450,7 +450,7 @@ class HdpSession:
                     "another by HdpSession.of_model"
                 )
             checked = self._checked(batch)
-            made = plan_by(self._settings, checked.lengths) if plan is None else plan
+            made = checked.planned(self._settings) if plan is None else plan
             require_plan(made, self._settings, self.cost_model, self.place.num_hdp_ranks)
             (share,) = shares_of(self._settings, checked.step(), made).of([self.place.hdp_rank])
             if self._media is not None and checked.items is not None:

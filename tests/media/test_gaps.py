@@ -15,12 +15,14 @@ from megatron_hdp.media import (
     plan_items,
     slots_of_micro_batches,
     wave_choices,
+    with_items_apart,
 )
 from megatron_hdp.planner import CostModel, evaluate, plan
 from megatron_hdp.simulator.joined import joined_step_s
 from tests.media.test_items import COST, web_mix
 from tests.planner.experts.test_evaluation import plan_of
 
+COSTS = CostModel(a=1e-12, b=1e-6, g=0.0, kv_bytes_per_token=0.0)
 ONE = np.zeros(1, dtype=np.int64)
 
 
@@ -39,7 +41,7 @@ def drawn(seed, *, ranks, stages, chunks=1, parts=1, micro_batches=8, tensor_ran
             int(one) for one in np.clip(rng.lognormal(7, 1.3, 4 * len(lengths)), 64, 7 * capacity)
         ]
         lengths = [min(one, ranks * capacity) for one in lengths]
-    costs = CostModel(a=1e-12, b=1e-6, g=1e-4 * (not even), kv_bytes_per_token=0.0)
+    costs = COSTS if even else replace(COSTS, g=1e-4)
     made = plan(
         lengths,
         ranks=ranks,
@@ -52,6 +54,7 @@ def drawn(seed, *, ranks, stages, chunks=1, parts=1, micro_batches=8, tensor_ran
     times = evaluate(made, costs, stages, chunks)
     slots = slots_of_micro_batches(made, times.pipeline)
     patches = np.array(web_mix(4 * made.num_micro_batches if even else 200, seed))
+    patches = np.minimum(patches, capacity)
     owners = rng.integers(0, made.num_micro_batches, len(patches))
     batch = ItemBatch(
         patches=patches,
@@ -112,7 +115,7 @@ def test_gaps_by_hand():
 
 @pytest.mark.parametrize("strategy", ["step", "home"])
 def test_no_step_takes_longer_than_is_said(strategy, seeds):
-    for seed in seeds[::8]:
+    for seed in seeds[::16]:
         chosen = random.Random(seed)
         stages, tensor_ranks = chosen.choice([2, 3, 4]), chosen.choice([1, 2])
         chunks, parts = chosen.choice([(1, 1), (2, 1), (1, 4)])
@@ -178,3 +181,57 @@ def test_refusals():
         plan_items(wrong, COST)
     with pytest.raises(ValueError, match="forward_share"):
         ItemCostModel(patch_s=1.0, forward_share=0.0)
+
+
+def dealt_to_sequences(made, batch):
+    """Each item's sequence, by chance, and the largest item of each sequence."""
+    owners = np.random.default_rng(0).integers(0, len(made.lengths), len(batch.patches))
+    found = np.zeros(len(made.lengths), dtype=np.int64)
+    np.maximum.at(found, owners, batch.patches)
+    return owners, found
+
+
+def held(made, m):
+    """What a micro-batch runs where."""
+    one = made.micro_batch(m)
+    return tuple(one.ranks), tuple(one.sequences), dict(one.local)
+
+
+def test_large_items_go_to_the_middle(seeds):
+    for seed in seeds[::16]:
+        chosen = random.Random(seed)
+        stages, ranks = chosen.choice([2, 4]), chosen.choice([1, 3])
+        chunks, parts = chosen.choice([(1, 1), (2, 1), (1, 4)])
+        is_uneven = chosen.random() < 0.5
+        made, times, batch = drawn(
+            seed, ranks=ranks, stages=stages, chunks=chunks, parts=parts, even=not is_uneven
+        )
+        _, largest = dealt_to_sequences(made, batch)
+        apart = with_items_apart(made, times.duration_s, largest, times.pipeline)
+        apart.validate(num_layers=1, pipeline_stages=stages)
+        again = evaluate(apart, replace(COSTS, g=1e-4 * is_uneven), stages, chunks)
+        assert again.duration_s == pytest.approx(times.duration_s, rel=0.031)
+        assert sorted(apart.sequences) == sorted(made.sequences)
+        untouched = with_items_apart(made, times.duration_s, 0 * largest, times.pipeline)
+        assert [held(untouched, m) for m in range(made.num_micro_batches)] == [
+            held(made, m) for m in range(made.num_micro_batches)
+        ]
+
+
+def test_pictures_that_are_not_at_the_ends_take_no_time():
+    made, times, batch = drawn(1, ranks=32, stages=4, micro_batches=16, even=True)
+    cost = scaled(batch, (times.makespan_s * batch.num_ranks - times.total_compute_s) / 4)
+    owners, largest = dealt_to_sequences(made, batch)
+    lates = []
+    for one in (made, with_items_apart(made, times.duration_s, largest, times.pipeline)):
+        of_sequence = np.zeros(len(made.lengths), dtype=np.int64)
+        of_sequence[one.sequences] = np.repeat(
+            np.arange(one.num_micro_batches), np.diff(one.sequence_offsets)
+        )
+        micro_batches = of_sequence[owners]
+        slots = slots_of_micro_batches(one, times.pipeline)[micro_batches].astype(np.int32)
+        ran = replace(batch, micro_batches=slots, consumers=one.ranks[micro_batches])
+        choices = [choice(one, times, slots, starts, 1) for starts in wave_choices(16)]
+        figures = evaluate_items(*plan_in_gaps(ran, cost, choices), cost)
+        lates.append(figures.makespan_s / times.makespan_s)
+    assert lates[1] < lates[0] / 2

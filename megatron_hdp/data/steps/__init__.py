@@ -18,7 +18,7 @@ from megatron_hdp.data.steps.micro_batch import (
     pieces_of,
     read_micro_batch,
 )
-from megatron_hdp.data.steps.planning import StepPlanner, plan_by, shares_of
+from megatron_hdp.data.steps.planning import StepPlanner, items_apart, plan_by, shares_of
 from megatron_hdp.data.steps.primitives import PrimitiveError, costed, untrained_weights
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import PackedShares, RankShare, StepShares, work_of
@@ -47,6 +47,7 @@ __all__ = [
     "UnrelatedPlanner",
     "WantedItem",
     "costed",
+    "items_apart",
     "padding_micro_batch",
     "pieces_of",
     "plan_by",

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_hdp.arrays import Float64Array, Int64Array
-from megatron_hdp.data.mixture import Corpus, Mixture, Position, Step
+from megatron_hdp.data.mixture import Corpus, MediaSource, Mixture, Position, Step
 from megatron_hdp.data.order import SourceOrder
 from megatron_hdp.data.steps.primitives import AXES, Primitives, axes_of, balanced, mixed, placed
 from megatron_hdp.data.steps.settings import PlannedStep, PlanSettings
 from megatron_hdp.data.steps.share import StepShares
+from megatron_hdp.media import with_items_apart
 from megatron_hdp.options import PLANNER_FLAGS
 from megatron_hdp.planner import Plan, compute_s, make_plan, told_as
+from megatron_hdp.planner.evaluation import durations_s
 from megatron_hdp.planner.lockstep import planned_for
 
 
@@ -25,6 +29,20 @@ def plan_by(settings: PlanSettings, lengths: Int64Array, strategy: str | None = 
     strategy = strategy or settings.strategy
     with told_as(PLANNER_FLAGS):
         return make_plan(planned_for(strategy, settings.problem(lengths)), strategy)
+
+
+def items_apart(settings: PlanSettings, made: Plan, largest: Int64Array) -> Plan:
+    """Return the plan; pipelines run sequences with large items in the middle of the step.
+
+    Args:
+        settings: of the run.
+        made: by them.
+        largest: patches of each sequence's largest item, 0 without any, ``[sequences]``.
+    """
+    if settings.num_stages == 1:
+        return made
+    times_s = durations_s(made, settings.cost_model, settings.num_stages)
+    return with_items_apart(made, times_s, largest, settings.pipeline, settings.lockstep_ranks)
 
 
 def shares_of(settings: PlanSettings, step: Step, plan: Plan) -> StepShares:
@@ -55,6 +73,7 @@ class StepPlanner:
         self.settings = settings
         self.mixture = self._mixture(corpus.orders())
         self._users = Primitives.of(corpus.spec.primitives)
+        self._has_items = any(isinstance(one, MediaSource) for one in corpus.sources)
 
     def follow(self, orders: Mapping[str, SourceOrder]) -> None:
         """Draw from now on in these orders of the sources."""
@@ -163,9 +182,22 @@ class StepPlanner:
 
     def _planned(self, step: Step, strategy: str | None = None) -> Plan:
         settings = self.settings_at(step.before)
-        made = self.distribute(self.balance(step.lengths, strategy, settings), step.before)
+        made = self.balance(step.lengths, strategy, settings)
+        if settings.num_stages > 1 and self._has_items and self._users.balance is None:
+            made = items_apart(settings, made, self._largest_items(step))
+        made = self.distribute(made, step.before)
         made.validate(num_layers=self.settings.cost_model.num_layers)
         return made
+
+    def _largest_items(self, step: Step) -> Int64Array:
+        """Patches of each sequence's largest item, 0 without any."""
+        found = np.zeros(len(step), dtype=np.int64)
+        columns = step.sources.tolist(), step.rows.tolist(), step.lengths.tolist()
+        for i, (number, row, length) in enumerate(zip(*columns, strict=True)):
+            if isinstance(source := self.corpus.sources[number], MediaSource):
+                items = source.items(row, length)
+                found[i] = max((item.num_patches for _, item in items), default=0)
+        return found
 
     def _mixture(self, orders: Mapping[str, SourceOrder]) -> Mixture:
         return self.corpus.mixture(orders, self.settings.batch, self.settings.seed)

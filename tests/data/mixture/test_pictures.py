@@ -1,6 +1,7 @@
 """Sources with pictures: lengths count rows, no row ends within one, limits decide lengths."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,23 @@ from megatron_hdp.data import TokenFile
 from megatron_hdp.data.index_file import Documents
 from megatron_hdp.data.media import ITEM, Items, MediaFiles, PictureSettings
 from megatron_hdp.data.mixture import (
+    BatchSize,
     MediaRows,
     MediaSource,
     MixtureSpec,
     Opening,
     Phase,
+    Position,
     Schedule,
     open_corpus,
     read_data_file,
 )
 from megatron_hdp.data.spans import Spans
 from megatron_hdp.data.spec import MediaSpec, SourceSpec
+from megatron_hdp.data.steps import StepPlanner, items_apart, plan_by
 from tests.data.media import sources
 from tests.data.media.sources import llava
+from tests.support.thread_plane import plan_settings
 
 pytest.importorskip("jinja2", reason="pip install 'megatron-hdp[data]'")
 pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers]'")
@@ -203,3 +208,27 @@ def test_keys_of_media(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             read(text)
+
+
+def test_pipelines_run_large_pictures_in_the_middle(spec_of: Callable[..., MixtureSpec]) -> None:
+    opening = Opening(max_length=300, long_sequence="truncate", workers=0, say=lambda _: None)
+    corpus = open_corpus(spec_of(), opening)
+    (source,) = corpus.sources
+    assert isinstance(source, MediaSource)
+    settings = plan_settings(
+        batch=BatchSize(sequences=60),
+        num_stages=2,
+        num_ranks=1,
+        tokens_per_rank=300,
+        max_length=300,
+    )
+    planned = StepPlanner(corpus, settings).plan(Position())
+    assert planned.failure is None
+    rows = zip(planned.step.rows.tolist(), planned.step.lengths.tolist(), strict=True)
+    patches = [[one.num_patches for _, one in source.items(*row)] for row in rows]
+    largest = np.array([max(one, default=0) for one in patches])
+    lengths = planned.step.lengths
+    plain = plan_by(settings, lengths)
+    made = items_apart(settings, plain, largest)
+    assert planned.plan.fingerprint() == made.fingerprint() != plain.fingerprint()
+    assert items_apart(replace(settings, num_stages=1), plain, largest) is plain
