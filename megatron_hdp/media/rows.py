@@ -38,14 +38,14 @@ def rows_of_tokens(num_tokens: int, places: Int64Array, counts: Int64Array) -> I
 
 @dataclass(frozen=True)
 class RowExchange:
-    """One rank's part of the exchange of a step's rows; back it is the same, turned round."""
+    """One rank's part of one exchange of rows; back it is the same, turned round."""
 
     send: Int64Array
     """Places among the rows that this rank makes, in the order in which they leave, ``[sent]``."""
     send_counts: list[int]
     """Rows that go to each rank of the job."""
     receive: Int64Array
-    """Places among the rows that this rank wants, in the order in which they come."""
+    """The numbers of the rows that this rank wants, in the order in which they come."""
     receive_counts: list[int]
     """Rows that come from each rank of the job."""
 
@@ -57,7 +57,7 @@ def row_exchange(
 
     Args:
         rank: this one.
-        wanted: by each rank of the job, rows in the order of its tokens; no row by two.
+        wanted: by each rank of the job, rows in the order of its tokens.
         makers: the rank that encodes each row, ``[rows]``.
         made: rows that this rank encodes, in the order in which it has them.
     """
@@ -68,6 +68,6 @@ def row_exchange(
     return RowExchange(
         send=place[np.concatenate(sent)] if sent else np.zeros(0, dtype=np.int64),
         send_counts=[len(one) for one in sent],
-        receive=np.argsort(mine, kind="stable"),
+        receive=wanted[rank][np.argsort(mine, kind="stable")],
         receive_counts=np.bincount(mine, minlength=len(wanted)).tolist(),
     )

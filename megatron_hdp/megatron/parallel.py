@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -344,6 +345,25 @@ def nccl_of_rings(arguments: TrainingArguments) -> Nccl | None:
 def new_gradient_group(arguments: TrainingArguments) -> dist.ProcessGroup:
     """One more communicator of this rank's pipeline; every rank of the job must call this."""
     return _another(parallel_state.get_pipeline_model_parallel_group(), arguments, 0, None)
+
+
+_OF_ROWS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def rows_group(arguments: TrainingArguments) -> dist.ProcessGroup:
+    """The communicator of all ranks for rows of items; the job's first call makes it.
+
+    Every rank of the job must make that one. All pairs talk to each other there: NCCL connects two
+    ranks when they first do and blocks both, which must not happen in the middle of a step.
+    """
+    job = dist.group.WORLD
+    assert job is not None, "the job is there"
+    if job not in _OF_ROWS:
+        timeout = timedelta(minutes=communication_minutes(arguments))
+        found = _OF_ROWS[job] = dist.new_group(timeout=timeout)
+        token = torch.zeros(dist.get_world_size(), device=compute_device())
+        dist.all_to_all_single(torch.empty_like(token), token, group=found)
+    return _OF_ROWS[job]
 
 
 def _another(

@@ -35,3 +35,12 @@ class MediaOptions:
         help="Who encodes what: the rank whose sequences hold it, the ranks of its replica, all "
         "ranks for each micro-batch, or all ranks for the whole step.",
     )
+    hdp_media_waves: int | None = option(
+        None,
+        auto=True,
+        metavar="auto|N",
+        minimum=1,
+        help="Exchanges in which rows of pictures travel in a step: a micro-batch waits for those "
+        "of its own and earlier ones alone, so that late pipeline stages encode while the first "
+        "one computes. auto: by the micro-batches of a step where there are stages, else one.",
+    )

@@ -21,6 +21,8 @@ BACKWARD = "backward"
 RING_WAIT = "ring wait"
 PIPELINE_WAIT = "pipeline wait"
 ENCODER = "encoder"
+ROWS_WAIT = "wait for rows of items"
+ROW_GRADIENTS_WAIT = "wait for gradients of rows of items"
 SYNC = "gradient sync"
 OPTIMIZER = "optimizer step"
 START = "start-up"
@@ -31,9 +33,14 @@ HOST_MEMORY = "allocation of host memory"
 AGREEMENT = "agreement of all ranks"
 DEVICE_WAIT = "wait for the device"
 MEETING = "wait for ranks that prepare their data"
-WAITS = frozenset({RING_WAIT, PIPELINE_WAIT, SYNC, AGREEMENT, DEVICE_WAIT, MEETING})
+WAITS = frozenset(
+    {
+        *(RING_WAIT, PIPELINE_WAIT, ROWS_WAIT, ROW_GRADIENTS_WAIT, SYNC),
+        *(AGREEMENT, DEVICE_WAIT, MEETING),
+    }
+)
 """What a main thread does while it may wait for other ranks. On a GPU the thread itself passes the
-first three at once; it stands in the others, of the device's for what that waits for."""
+first five at once; it stands in the others, of the device's for what that waits for."""
 
 
 @dataclass(frozen=True)

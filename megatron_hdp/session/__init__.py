@@ -1,6 +1,6 @@
 """HDP under a loop of one's own: batches as arrays, weights by token, log-probabilities, losses."""
 
-from megatron_hdp.megatron.media import MediaEncoder, MediaItem
+from megatron_hdp.megatron.media import Encoding, MediaEncoder, MediaItem
 from megatron_hdp.megatron.model import add_adapters
 from megatron_hdp.runtime.loss import Preference
 from megatron_hdp.session.batch import TokenBatch
@@ -12,6 +12,7 @@ from megatron_hdp.session.session import HdpSession
 
 __all__ = [
     "DataSteps",
+    "Encoding",
     "FromHidden",
     "FromLogProbs",
     "FromValues",

@@ -17,7 +17,7 @@ from megatron_hdp.megatron.checkpoint.weights import load_weights
 from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome, in_mode
 from megatron_hdp.megatron.lm.changes import Changes
 from megatron_hdp.megatron.lm.model import take_over
-from megatron_hdp.megatron.media import JobEncoder, MediaEncoder
+from megatron_hdp.megatron.media import Encoding, JobEncoder, MediaEncoder
 from megatron_hdp.megatron.model import build_chunks
 from megatron_hdp.megatron.optimizer import build_optimizer
 from megatron_hdp.megatron.options import TrainingArguments, parse_arguments
@@ -103,7 +103,7 @@ class HdpSession:
         self._reader, self._further = found.reader, found.further
         self._watch = Watch(self.arguments, self._timeline)
         if self._media is not None:
-            self.attach_encoder(self._media.encoder, balance=self._media.balance)
+            self.attach_encoder(self._media.encoder, **vars(self._media.how))
 
     @classmethod
     def from_flags(cls, flags: Sequence[str], *, vocab_size: int) -> HdpSession:
@@ -231,15 +231,15 @@ class HdpSession:
         self._optimizer = build_optimizer(self.arguments, self.chunks)
         return self._optimizer
 
-    def attach_encoder(self, encoder: MediaEncoder, *, balance: str = "step") -> None:
+    def attach_encoder(self, encoder: MediaEncoder, **how: Any) -> None:
         """Lets batches have items; a step leaves the encoder's gradients in ``grad``.
 
         Args:
             encoder: with the same weights on every rank, which all call this.
-            balance: who encodes what, see `media.plan_items`.
+            how: fields of `Encoding`: ``balance="step"``, ``waves=2``.
         """
         place = self.place, self._settings, self._reader
-        self._media = JobEncoder(encoder, self.arguments, self.chunks, *place, balance)
+        self._media = JobEncoder(encoder, self.arguments, self.chunks, *place, Encoding(**how))
 
     def leave(self) -> None:
         """Leaves the job, and drops all that is bound to its members; waits for no other rank.

@@ -37,6 +37,8 @@ from megatron_hdp.runtime.timeline import (
     OPTIMIZER,
     PIPELINE_WAIT,
     RING_WAIT,
+    ROW_GRADIENTS_WAIT,
+    ROWS_WAIT,
     SYNC,
     TO_DEVICE,
     TO_HOST,
@@ -50,6 +52,8 @@ RECOVERY = "recovery"
 LANES = (PLAN, COMPUTE, TO_HOST, TO_DEVICE, RING_WAIT, PIPELINE_WAIT, SYNC, OPTIMIZER, RECOVERY)
 _OF_CHUNKS = (PLAN, COMPUTE)
 _COMPUTES = {FORWARD, BACKWARD}
+_BETWEEN = {ENCODER, ROWS_WAIT, ROW_GRADIENTS_WAIT}
+"""What stands among them."""
 _THREADS = 1000  # numbers of one process, ten a chunk
 JOB = 1  # the process above those of the ranks
 _FIRST_RANK = 2
@@ -101,10 +105,10 @@ class RankSpans:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of forward and backward without the waits for ring members inside them."""
-        signs = {FORWARD: 1, BACKWARD: 1, RING_WAIT: -1}
+        """Seconds of forward and backward without the waits for other ranks inside them."""
+        signs = {FORWARD: 1, BACKWARD: 1, RING_WAIT: -1, ROWS_WAIT: -1}
         drawn_s = sum((one.end_s - one.start_s) * signs.get(one.kind, 0) for one in self.spans)
-        return drawn_s - self.left_out_s.get(RING_WAIT, 0.0)
+        return drawn_s - sum(self.left_out_s.get(one, 0.0) for one in (RING_WAIT, ROWS_WAIT))
 
 
 def clock_starts(ranks: Iterable[RankSpans]) -> dict[str, float]:
@@ -234,7 +238,7 @@ class _Overlay:
 
 
 def _lane_of(kind: str) -> str:
-    if kind in _COMPUTES or kind == ENCODER:
+    if kind in _COMPUTES | _BETWEEN:
         return COMPUTE
     return kind if kind in LANES else RECOVERY
 

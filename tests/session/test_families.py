@@ -8,6 +8,7 @@ import torch
 from megatron_hdp.media import ItemCostModel, MRope, RowGrid
 from megatron_hdp.megatron import media as session_media
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.media.row_store import RowStore
 from megatron_hdp.session import MediaItem, TokenBatch
 from tests.session.test_exactness import LAYOUTS, TOLERANCE
 from tests.support.family_media import ITEMS_OF, family_encoder
@@ -142,9 +143,9 @@ def test_models_that_an_encoder_does_not_fit(run_ranks):
         assert all(kind in one for kind, one in zip(kinds, found, strict=True)), found
 
 
-def levels_swapped(self, rows):
-    """Takes the second level for the first."""
-    return LEVELS(self, rows)[::-1]
+def levels_swapped(self, rows, level):
+    """Takes the last level for the first."""
+    return LEVEL(self, rows, self.levels - 1 - level)
 
 
 def axes_swapped(self, micro_batch):
@@ -159,7 +160,7 @@ def positions_like_tokens(self, micro_batch):
     return micro_batch
 
 
-LEVELS = session_media.StepMedia._levels_of
+LEVEL = RowStore._level
 WITH_POSITIONS = session_media.BatchMedia.with_positions
 MEDIA = "megatron_hdp.megatron.media.encoding"
 
@@ -168,7 +169,7 @@ MEDIA = "megatron_hdp.megatron.media.encoding"
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
-        (f"{MEDIA}.StepMedia._levels_of", levels_swapped),
+        (f"{MEDIA}.RowStore._level", levels_swapped),
         (f"{MEDIA}.BatchMedia.with_positions", axes_swapped),
         (f"{MEDIA}.BatchMedia.with_positions", positions_like_tokens),
     ],

@@ -8,6 +8,7 @@ import torch
 from megatron_hdp.media import ITEM_STRATEGIES
 from megatron_hdp.megatron import media as session_media
 from megatron_hdp.megatron import parallel
+from megatron_hdp.megatron.media.row_store import RowStore
 from megatron_hdp.runtime.health import DisagreementError
 from megatron_hdp.session import MediaItem, TokenBatch
 from tests.session.test_exactness import LAYOUTS, TOLERANCE
@@ -67,13 +68,13 @@ def rows_one_further(self, batch, micro_batch):
     return found.clip(min=-1, max=self.num_rows - 2) + (found >= 0)
 
 
-def gradients_stay(self, rows, leave, arrive, *, is_back):
-    """Gives ranks' own gradients to the rows that they made, whoever's they are."""
-    found = SENT(self, rows, leave, arrive, is_back=is_back)
-    return torch.zeros_like(found) if is_back and parallel.hdp_rank() == 1 else found
+def gradients_lost(self, wave, num_made):
+    """Gives a rank no gradients of the rows that it made."""
+    found = RETURNED(self, wave, num_made)
+    return torch.zeros_like(found) if parallel.hdp_rank() == 1 else found
 
 
-ROWS_IN, SENT = session_media.BatchMedia.rows_in, session_media.StepMedia._sent
+ROWS_IN, RETURNED = session_media.BatchMedia.rows_in, RowStore.returned
 MEDIA = "megatron_hdp.megatron.media.encoding"
 
 
@@ -82,7 +83,7 @@ MEDIA = "megatron_hdp.megatron.media.encoding"
     ("target", "fault"),
     [
         (f"{MEDIA}.BatchMedia.rows_in", rows_one_further),
-        (f"{MEDIA}.StepMedia._sent", gradients_stay),
+        (f"{MEDIA}.RowStore.returned", gradients_lost),
     ],
 )
 def test_faults_are_seen(run_ranks, target, fault):

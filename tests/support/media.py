@@ -89,11 +89,11 @@ def errors_of(
     arguments,
     seeds=(None, 0),
     *faults,
-    balance="step",
     trained=("model", "encoder"),
     family=None,
     freezes=False,
     by_megatron=False,
+    **how,
 ):
     """Body of a rank: the largest error of each plan, on the first rank; calls of the encoder.
 
@@ -101,11 +101,11 @@ def errors_of(
         arguments: of the run.
         seeds: of plans.
         faults: to plant.
-        balance: who encodes what.
         trained: a projector may be trained without its encoder, or the other way round.
         family: of a model of pictures and text, whose encoder and items are taken.
         by_megatron: whether Megatron alone has built the model.
         freezes: whether the whole language model learns nothing, once the session is made.
+        how: items are encoded, as `HdpSession.attach_encoder` takes it.
     """
     parallel.initialise(arguments)
     encoder, batch = made(family)
@@ -122,7 +122,7 @@ def errors_of(
         session = session_of(arguments, by_megatron)
         for chunk in session.chunks if freezes else ():
             chunk.requires_grad_(False)
-        session.attach_encoder(encoder, balance=balance)
+        session.attach_encoder(encoder, **how)
         for seed in seeds:
             calls.clear()
             report = session.step(batch, plan=plan_of(session, batch, seed))

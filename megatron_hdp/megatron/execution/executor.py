@@ -50,6 +50,8 @@ from megatron_hdp.runtime.timeline import (
     HOST_MEMORY,
     PIPELINE_WAIT,
     RING_WAIT,
+    ROW_GRADIENTS_WAIT,
+    ROWS_WAIT,
     SYNC,
 )
 
@@ -72,11 +74,11 @@ class RankOutcome:
     ring_wait_s: float
     """The part of it spent waiting for ring members."""
     pipeline_wait_s: float
-    """The part of it spent waiting for other pipeline stages."""
+    """The part of it spent waiting for other pipeline stages, or for rows of items."""
     sync_s: float
     """Seconds of gradient sync, waiting for the last rank included."""
     compute_s: float
-    """Seconds of forwards and backwards without the waits for ring members inside them."""
+    """Seconds of forwards and backwards without the waits for other ranks inside them."""
     ring_bytes: int
     offloaded_bytes: int
     """Activations that went to the host and came back."""
@@ -226,6 +228,7 @@ class HdpExecutor:
         if forward_only:
             step.reached_sync = self.timeline.now()
         totals_s = self.timeline.totals_s
+        rows_wait_s = totals_s[ROWS_WAIT]
         losses, source_losses, further_losses = step.read_losses()
         return RankOutcome(
             losses=losses,
@@ -233,9 +236,9 @@ class HdpExecutor:
             further_losses=further_losses,
             until_sync_s=self.timeline.since_start_s(step.reached_sync),
             ring_wait_s=totals_s[RING_WAIT],
-            pipeline_wait_s=totals_s[PIPELINE_WAIT],
+            pipeline_wait_s=totals_s[PIPELINE_WAIT] + rows_wait_s + totals_s[ROW_GRADIENTS_WAIT],
             sync_s=totals_s[SYNC],
-            compute_s=totals_s[FORWARD] + totals_s[BACKWARD] - totals_s[RING_WAIT],
+            compute_s=totals_s[FORWARD] + totals_s[BACKWARD] - totals_s[RING_WAIT] - rows_wait_s,
             ring_bytes=self.comm.bytes_sent,
             offloaded_bytes=self.offload.offloaded_bytes,
             host_bytes=self.offload.pool.held_bytes,

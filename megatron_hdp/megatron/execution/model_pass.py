@@ -116,7 +116,7 @@ class ModelPass:
             positions=tensors["axis_positions"].view(3, -1)
             if len(micro_batch.axis_positions)
             else tensors["positions"],
-            tokens=tensors["tokens"],
+            tokens=micro_batch.tokens,
             sequence_index=tensors["sequence_index"],
             comm=self.comm,
             attention=self.attention,

@@ -5,6 +5,9 @@ the ranks whose tokens they stand for, where they replace embeddings. Behind the
 gradients go back; each pack is encoded once more, now with a graph, and differentiated. Gradients
 stay sums over items, so they are those of one rank that encoded all. A large item may be cut over
 several ranks, whose patches attend to those of all of them.
+
+Rows may travel in several waves, by the micro-batches that they are for: the first pipeline stage,
+whose ranks then encode less, computes while others still encode; see `row_store`.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,42 +35,30 @@ from megatron_hdp.data.steps import (
 )
 from megatron_hdp.media import ItemBatch, ItemPlan, evaluate_items, plan_items
 from megatron_hdp.media.rows import RowExchange, row_exchange
+from megatron_hdp.media.waves import even_starts, wave_starts, waves_of
+from megatron_hdp.megatron.media.calls import EncoderCall, calls_of, makers_of, pieces_of
 from megatron_hdp.megatron.media.damaged import agree_on_damages
 from megatron_hdp.megatron.media.items import BatchMedia, ItemHolder, MediaEncoder
+from megatron_hdp.megatron.media.row_store import RowStore
 from megatron_hdp.megatron.model import FIRST_MARK, require_layers, rows_for_marks, turn_by_axes
 from megatron_hdp.megatron.options import TrainingArguments
-from megatron_hdp.megatron.parallel import RankPlace, compute_device
+from megatron_hdp.megatron.parallel import RankPlace, compute_device, rows_group
 from megatron_hdp.planner import Plan
-from megatron_hdp.runtime.gathering import on_every_rank
-from megatron_hdp.runtime.pieces import Members
+from megatron_hdp.runtime.gathering import on_every_rank, outcome_of
 from megatron_hdp.runtime.timeline import ENCODER, Timeline
 
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 Decoder = Callable[[Sequence[int]], list[Decoded]]
 """Of items of a step that are stored pictures; a ValueError says that a file cannot be read."""
 
 
-class Piece(NamedTuple):
-    """What one rank has of a cut item, as ``encode_piece`` takes it."""
-
-    degree: int
-    member: int
-    gather: Members
-    """Those that have something of it: it may have fewer windows than ranks."""
-
-
 @dataclass(frozen=True)
-class EncoderCall:
-    """What one rank encodes at a time: whole items, or its piece of one that is cut."""
+class Encoding:
+    """How the items of a job are encoded; the fields are what flags say."""
 
-    items: tuple[int, ...]
-    rows: Int64Array
-    """The numbers of the rows that it makes, in their order."""
-    piece: Piece | None = None
-    """Of a cut item."""
-
-    def __str__(self) -> str:
-        """Return its items by number."""
-        return f"items {', '.join(map(str, self.items))}"
+    balance: str = "step"
+    waves: int | None = None
+    """Exchanges of a step; None: by its micro-batches and the pipeline's stages."""
 
 
 class JobEncoder:
@@ -81,7 +72,7 @@ class JobEncoder:
         place: RankPlace,
         settings: PlanSettings,
         reader: Reader,
-        balance: str,
+        how: Encoding,
         timeline: Timeline | None = None,
     ) -> None:
         """Every rank of the job must call this.
@@ -92,12 +83,14 @@ class JobEncoder:
         """
         self.encoder, self.place, self.chunks = encoder, place, chunks
         self.is_sharded, self.hidden = arguments.sequence_parallel, arguments.hidden_size
-        self.balance, self._settings = balance, settings
+        self.how, self._settings = how, settings
         self.dtype = _dtype_of(encoder)
         self.levels: int = getattr(encoder, "levels", 1)
         self.timeline = timeline or Timeline()
         self._reader = replace(reader, reads_tokens=False, reads_mask=False)
         self._rank = dist.get_rank()
+        self.group = partial(rows_group, arguments)
+        self.group()
         on_every_rank(self._require_model, compute_device())
 
     @property
@@ -109,67 +102,76 @@ class JobEncoder:
         self, batch: ItemHolder, media: BatchMedia, plan: Plan, source: TokenSource
     ) -> StepMedia:
         """What this rank does with a batch's items; communicates nothing, and reads no token."""
+        wanted, readers, slots, num_slots = self._wanted(batch, media, plan, source)
+        starts = self._starts(num_slots)
+        planned = self._planned(media, readers, slots, starts)
+        waves = planned[0].waves
+        of_item = np.zeros_like(slots) if waves is None else waves
+        of_row = np.repeat(of_item, media.counts)
+        pieces = pieces_of(media, planned[1], self.encoder)
+        makers = makers_of(media, planned[1], pieces)
+        calls = calls_of(media, planned[1], pieces, self.encoder, of_item, self._rank)
+        exchanges = []
+        for wave in range(int(of_item.max(initial=0)) + 1):
+            made = [_NO_ROWS, *(one.rows for one in calls if one.wave == wave)]
+            here = [rows[of_row[rows] == wave] for rows in wanted]
+            exchanges.append(row_exchange(self._rank, here, makers, np.concatenate(made)))
+        return StepMedia(self, batch, media, calls, exchanges, planned)
+
+    def _wanted(
+        self, batch: ItemHolder, media: BatchMedia, plan: Plan, source: TokenSource
+    ) -> tuple[list[Int64Array], Int32Array, Int32Array, int]:
+        """The rows that each rank of the job wants, in the order of its tokens.
+
+        Also of each item a rank that wants its first row, and the first slot that holds some of it,
+        as members of a ring may have it in other ones; and how many slots the longest rank has.
+        """
         place = self.place
-        wanted: list[Int64Array] = [np.zeros(0, dtype=np.int64)] * dist.get_world_size()
-        first_slots = np.zeros(media.num_rows, dtype=np.int32)
+        wanted: list[Int64Array] = [_NO_ROWS] * dist.get_world_size()
+        shares = [*shares_of(self._settings, batch.step(), plan).of(range(place.num_hdp_ranks))]
+        num_slots = max(share.num_slots for share in shares)
+        slots = np.full(media.num_rows, num_slots - 1, dtype=np.int32)
         readers = np.zeros(media.num_rows, dtype=np.int32)
-        shares = shares_of(self._settings, batch.step(), plan)
-        for share in shares.of(range(place.num_hdp_ranks)):
+        for share in shares:
             reader = replace(self._reader, hdp_rank=share.hdp_rank)
-            found: list[list[Int64Array]] = [[] for _ in range(place.num_tensor_ranks)]
+            found: list[list[Int64Array]] = [[_NO_ROWS] for _ in range(place.num_tensor_ranks)]
             for slot in range(share.num_slots):
                 micro_batch = read_micro_batch(share, slot, reader, source)
                 rows = media.rows_in(batch, micro_batch)
-                first_slots[rows[rows >= 0]] = slot
+                slots[rows[rows >= 0]] = slot
                 for tensor_rank, of_rank in enumerate(found):
                     of_rank.append(rows[self.is_of(tensor_rank, micro_batch) & (rows >= 0)])
             for tensor_rank, of_rank in enumerate(found):
                 rank = self._rank_at(share.hdp_rank, tensor_rank)
-                wanted[rank] = np.concatenate([*of_rank, np.zeros(0, dtype=np.int64)])
+                wanted[rank] = np.concatenate(of_rank)
                 readers[wanted[rank]] = rank
-        planned = self._planned(media, readers, first_slots)
-        makers, calls = self._makers(media, planned[1])
-        made = np.concatenate([*(one.rows for one in calls), np.zeros(0, dtype=np.int64)])
-        exchange = row_exchange(self._rank, wanted, makers, made)
-        return StepMedia(self, batch, media, calls, wanted[self._rank], exchange, planned)
+        first = np.minimum.reduceat(slots, media.firsts)
+        return wanted, readers[media.firsts], first, num_slots
 
-    def _makers(self, media: BatchMedia, items: ItemPlan) -> tuple[Int32Array, list[EncoderCall]]:
-        """Who makes each row, and the calls of this rank."""
-        encoder: Any = self.encoder  # of pieces, where items are cut
-        makers = np.repeat(items.first_ranks, media.counts)
-        calls = []
-        for item in np.flatnonzero(items.is_cut).tolist():
-            first, degree = int(items.first_ranks[item]), int(items.degrees[item])
-            pieces = encoder.rows_of_pieces(media.items[item], degree)
-            rows = {first + i: media.firsts[item] + one for i, one in enumerate(pieces) if len(one)}
-            for rank, of_rank in rows.items():
-                makers[of_rank] = rank
-            if self._rank in rows:
-                sizes = [encoder.patches_per_row * len(one) for one in rows.values()]
-                members = Members(list(rows), list(rows).index(self._rank), sizes)
-                piece = Piece(degree, self._rank - first, members)
-                calls.append((item, EncoderCall((item,), rows[self._rank], piece)))
-        calls.sort(key=lambda one: (items.phases[one[0]], items.turns[one[0]]))
-        return makers, [one for _, one in calls] + _packs_of(media, items, self._rank)
+    def _starts(self, num_slots: int) -> Int64Array:
+        """The first slot of each wave."""
+        if self.how.waves is None:
+            return wave_starts(num_slots, self.place.num_stages)
+        return even_starts(num_slots, self.how.waves)
 
     def _planned(
-        self, media: BatchMedia, readers: Int32Array, slots: Int32Array
+        self, media: BatchMedia, readers: Int32Array, slots: Int32Array, starts: Int64Array
     ) -> tuple[ItemBatch, ItemPlan]:
         """The step's items, and who encodes what."""
         per_row, num_ranks = self.encoder.patches_per_row, dist.get_world_size()
         patches, most_ranks = media.counts * per_row, getattr(self.encoder, "most_ranks", None)
         batch = ItemBatch(
             patches=patches,
-            consumers=readers[media.firsts],
-            micro_batches=slots[media.firsts],
+            consumers=readers,
+            micro_batches=slots,
             num_ranks=num_ranks,
             ranks_per_node=min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))),
             patches_per_row=per_row,
             patches_per_pack=max(self.encoder.patches_per_pack, int(patches.max(initial=0))),
             most_ranks=1 if most_ranks is None else most_ranks(media.items),
+            waves=waves_of(slots, starts) if len(starts) > 1 else None,
         )
-        found = plan_items(batch, self.encoder.cost, self.balance)
-        return batch, found
+        return batch, plan_items(batch, self.encoder.cost, self.how.balance)
 
     def is_of(self, tensor_rank: int, micro_batch: RankMicroBatch) -> BoolArray:
         """Which tokens' embeddings a tensor rank has, ``[t]``: all, or its share of each part."""
@@ -209,15 +211,16 @@ class StepMedia:
     media: BatchMedia
     calls: list[EncoderCall]
     """Of the encoder on this rank, in their order."""
-    wanted: Int64Array
-    """Rows of this rank's tokens, in their order."""
-    exchange: RowExchange
+    exchanges: list[RowExchange]
+    """Of each wave."""
     planned: tuple[ItemBatch, ItemPlan]
     """The step's items, and who encodes what."""
     damaged: dict[int, str] = field(default_factory=dict)
     _unreadable: ValueError | None = None
-    _made: torch.Tensor | None = None
-    _levels: Sequence[torch.Tensor] = ()
+    _store: RowStore | None = None
+    _made: list[torch.Tensor] = field(default_factory=list)
+    _mistake: str | None = None
+    """Of the encoder on this rank, the first one."""
 
     @property
     def patches(self) -> Int64Array:
@@ -228,11 +231,6 @@ class StepMedia:
     def efficiency(self) -> float:
         """Work of all items / ranks / that of the busiest one, as planned."""
         return evaluate_items(*self.planned, self.job.encoder.cost).efficiency
-
-    @property
-    def num_made(self) -> int:
-        """Rows that this rank makes."""
-        return sum(len(one.rows) for one in self.calls)
 
     def decode(self, by: Decoder) -> None:
         """Decodes the stored pictures that this rank encodes; communicates nothing.
@@ -276,20 +274,33 @@ class StepMedia:
         Raises:
             EveryRankError: the encoder raised a ValueError on some rank.
         """
-        self._made = on_every_rank(self._encoded, compute_device())
-        rows = self._sent(self._made, self.exchange.send, self.exchange.receive, is_back=False)
-        levels = [one.contiguous().requires_grad_(learns) for one in self._levels_of(rows)]
-        del rows  # of several levels a copy
-        self._levels = levels
+        job, device = self.job, compute_device()
+        self._store = store = RowStore(
+            self.exchanges,
+            job.group(),
+            torch.empty(0, job.width, dtype=job.dtype, device=device),
+            job.levels,
+            job.timeline,
+            learns=learns,
+            is_counted=job.is_sharded or job.place.tensor_rank == 0,
+        )
+        self._made, self._mistake = [], None
+        for wave in range(len(self.exchanges)):
+            self._made.append(self._encoded(wave))
+            if wave == 0:  # without it no rank computes anything
+                on_every_rank(self._require_no_mistake, device)
+            store.send(self._made[wave])
         placed = tuple(self.media.with_positions(one) for one in micro_batches)
-        if not self.job.place.is_first_stage:
+        if job.place.is_first_stage:
+            for one in placed:
+                self._mark(one)
+            with rows_for_marks(job.chunks[0], store, job.place if job.is_sharded else None):
+                yield placed
+        else:
             yield placed
-            return
-        for one in placed:
-            self._mark(one)
-        sharded = self.job.place if self.job.is_sharded else None
-        with rows_for_marks(self.job.chunks[0], levels, sharded):
-            yield placed
+        store.finish()
+        if not learns and len(self.exchanges) > 1:
+            on_every_rank(self._require_no_mistake, device)
 
     def differentiate(self) -> None:
         """Sends gradients of rows back, and leaves in the encoder's weights those of its items.
@@ -298,26 +309,43 @@ class StepMedia:
         without any gets none.
 
         Raises:
-            EveryRankError: some rank's encoder made other rows on its second run.
+            EveryRankError: some rank's encoder raised a ValueError, or made other rows on its
+                second run.
         """
-        found = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._levels]
-        gradient = torch.cat(found, dim=1)
-        if not self.job.is_sharded and self.job.place.tensor_rank > 0:
-            gradient = torch.zeros_like(gradient)  # the same as the first tensor rank's
-        of_made = self._sent(gradient, self.exchange.receive, self.exchange.send, is_back=True)
-        on_every_rank(lambda: self._encode_again(of_made), compute_device())
-        self._made, self._levels = None, ()
+        assert self._store is not None, "rows were in place"
+        for weight in self.job.encoder.parameters():
+            weight.grad = None
+        for wave, made in enumerate(self._made):
+            self._encode_again(wave, made, self._store.returned(wave, len(made)))
+        on_every_rank(self._require_no_mistake, compute_device())
+        self._store, self._made = None, []
 
-    def _levels_of(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        found: Sequence[torch.Tensor] = rows.split(self.job.hidden, dim=1)
+    def _require_no_mistake(self) -> None:
+        if self._mistake is not None:
+            raise ValueError(self._mistake)
+
+    def _tried(self, action: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """What it gives; None, and its mistake is known, if it raises a ValueError.
+
+        The calls behind it run: other ranks may be in them together with this one.
+        """
+        found, mistake = outcome_of(action)
+        self._mistake = self._mistake or mistake
         return found
 
-    def _encoded(self) -> torch.Tensor:
+    def _encoded(self, wave: int) -> torch.Tensor:
+        """The rows that this rank makes in a wave; zeros where the encoder raised a ValueError."""
+        found = [torch.zeros(0, self.job.width, dtype=self.job.dtype, device=compute_device())]
         with torch.no_grad(), self.job.timeline.span(ENCODER):
-            found = [self._called(call) for call in self.calls]
-        if found:
-            return torch.cat(found)
-        return torch.zeros(0, self.job.width, dtype=self.job.dtype, device=compute_device())
+            for call in self._calls_of(wave):
+                rows = self._tried(partial(self._called, call))
+                found.append(
+                    found[0].new_zeros(len(call.rows), self.job.width) if rows is None else rows
+                )
+        return torch.cat(found)
+
+    def _calls_of(self, wave: int) -> list[EncoderCall]:
+        return [one for one in self.calls if one.wave == wave]
 
     def _called(self, call: EncoderCall) -> torch.Tensor:
         encoder: Any = self.job.encoder
@@ -332,42 +360,34 @@ class StepMedia:
             )
         return rows
 
-    def _sent(
-        self, rows: torch.Tensor, leave: Int64Array, arrive: Int64Array, *, is_back: bool
-    ) -> torch.Tensor:
-        """What arrives of all ranks' rows; of gradients the sums, as a row may go to several."""
-        counts = self.exchange.send_counts, self.exchange.receive_counts
-        outgoing, incoming = reversed(counts) if is_back else counts
-        there = torch.from_numpy(leave).to(rows.device)
-        coming = rows.new_empty(len(arrive), rows.shape[1])
-        dist.all_to_all_single(coming, rows.detach()[there], incoming, outgoing)
-        num = self.num_made if is_back else len(self.wanted)
-        found = rows.new_zeros(num, rows.shape[1])
-        return found.index_add_(0, torch.from_numpy(arrive).to(rows.device), coming)
-
     def _mark(self, micro_batch: RankMicroBatch) -> None:
-        """Writes the places of rows among `wanted` into the tokens that they stand for."""
+        """Writes the places of rows in the store into the tokens that they stand for."""
         rows = self.media.rows_in(self.batch, micro_batch)
         has_row = rows >= 0
         is_here = self.job.is_of(self.job.place.tensor_rank, micro_batch) & has_row
-        place = np.zeros(max(self.media.num_rows, 1), dtype=np.int64)
-        place[self.wanted] = np.arange(len(self.wanted))
         micro_batch.tokens[has_row] = FIRST_MARK
-        micro_batch.tokens[is_here] += place[rows[is_here]]
+        micro_batch.tokens[is_here] += self._place_of_row[rows[is_here]]
 
-    def _encode_again(self, gradient: torch.Tensor) -> None:
-        """Encodes pack by pack once more, and goes backward."""
-        assert self._made is not None, "rows were in place"
-        for weight in self.job.encoder.parameters():
-            weight.grad = None
+    @cached_property
+    def _place_of_row(self) -> Int64Array:
+        """Of rows that this rank wants the place in the store, of others 0, ``[rows]``."""
+        found = np.zeros(max(self.media.num_rows, 1), dtype=np.int64)
+        coming = np.concatenate([one.receive for one in self.exchanges])
+        found[coming] = np.arange(len(coming))
+        return found
+
+    def _encode_again(self, wave: int, made: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Encodes the packs of a wave once more, one by one, and goes backward."""
         first = 0
-        for call in self.calls:
+        for call in self._calls_of(wave):
             here = slice(first, first := first + len(call.rows))
             with self.job.timeline.span(ENCODER):
                 with torch.enable_grad():
-                    rows = self._called(call)
-                if not torch.equal(rows.detach(), self._made[here]):
-                    raise ValueError(
+                    rows = self._tried(partial(self._called, call))
+                if rows is None:
+                    continue
+                if not torch.equal(rows.detach(), made[here]):
+                    self._mistake = self._mistake or (
                         f"found other rows of {call} on the encoder's "
                         "second run than on its first, expected the same bits: it may draw nothing "
                         "(dropout) and keep nothing between calls"
@@ -380,16 +400,3 @@ def _dtype_of(encoder: MediaEncoder) -> torch.dtype:
     for weight in encoder.parameters():
         return weight.dtype
     raise ValueError("found an encoder without weights, expected some: they say its rows' type")
-
-
-def _packs_of(media: BatchMedia, items: ItemPlan, rank: int) -> list[EncoderCall]:
-    """A rank's calls for whole items, in their order."""
-    mine = np.flatnonzero((items.first_ranks == rank) & ~items.is_cut)
-    order = np.lexsort((mine, items.turns[mine], items.phases[mine]))
-    found: dict[tuple[int, int], list[int]] = {}
-    for item in mine[order].tolist():
-        found.setdefault((int(items.phases[item]), int(items.turns[item])), []).append(item)
-    return [
-        EncoderCall(tuple(pack), np.concatenate([media.rows_of(item) for item in pack]))
-        for pack in found.values()
-    ]

@@ -25,6 +25,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.megatron.model.last_stage import LastStage
 from megatron_hdp.megatron.model.mtp import FurtherTokens
 from megatron_hdp.runtime.attention import AttentionBackend
@@ -56,8 +57,9 @@ class HdpPackedSeqParams(PackedSeqParams):
     positions: torch.Tensor = field(kw_only=True)
     """int64 ``[t]``: each token's position in its own sequence; ``[3, t]`` of its own axes each,
     where `turn_by_axes` was told of them."""
-    tokens: torch.Tensor | None = field(kw_only=True, default=None)
-    """int64 ``[t]``: ids, or what `rows_for_marks` knows rows by; None where no model is run."""
+    tokens: Int64Array | None = field(kw_only=True, default=None)
+    """``[t]``, on the host: ids, or what `rows_for_marks` knows rows by; None where no model is
+    run."""
     sequence_index: torch.Tensor = field(kw_only=True)
     """int64 ``[t]``: place among the micro-batch's sequences of each token's, -1 for padding."""
     comm: RingComm = field(kw_only=True)

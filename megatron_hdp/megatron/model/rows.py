@@ -2,74 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_hdp.arrays import Int64Array
 from megatron_hdp.megatron.parallel import RankPlace
+from megatron_hdp.runtime.host_to_device import to_device
 
 FIRST_MARK = 1 << 40
 """A token from here on stands for a row; no vocabulary is so large. So each knows its row wherever
 it runs: in parts, in streams, again in backward."""
 
 
+class Rows(Protocol):
+    """Rows of items, of one or more levels."""
+
+    levels: int
+    """Of each row: the first is an embedding, the next one is added behind the first decoder layer,
+    and so on (deepstack)."""
+
+    def take(self, places: Int64Array, level: int) -> torch.Tensor:
+        """Rows at places, ``[places, hidden]``; a gradient that they get is noted."""
+        ...
+
+
 @contextmanager
-def rows_for_marks(
-    chunk: Any, levels: Sequence[torch.Tensor], sharded: RankPlace | None = None
-) -> Iterator[None]:
+def rows_for_marks(chunk: Any, rows: Rows, sharded: RankPlace | None = None) -> Iterator[None]:
     """Within it the embedding of a marked token is the row that it names.
+
+    A pass takes the rows of its own tokens, and those of a level when it gets there.
 
     Args:
         chunk: of the first stage, in whatever wraps it.
-        levels: ``[rows, hidden]`` each; gradients arrive there. Rows of the first one are
-            embeddings; those of the next ones are added to what the first decoder layer, the
-            second and so on give for the same tokens (deepstack).
+        rows: that marks name.
         sharded: of sequence parallelism, this rank's place: each tensor rank has its share of a
             micro-batch's embeddings, and rows for it alone.
     """
-    embeddings, *further = levels
-    embedding = get_attr_wrapped_model(chunk, "embedding")
-    ids_of_pass: list[torch.Tensor] = []
+    model = get_attr_wrapped_model(chunk, "embedding", return_model_obj=True)
+    tokens_of_pass: list[Int64Array] = []
 
-    def marked(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def marked(tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Where this rank's marked tokens are, and the rows that they name."""
-        places = ids - FIRST_MARK
+        places = tokens - FIRST_MARK
         if sharded is not None:
-            places = places.chunk(sharded.num_tensor_ranks)[sharded.tensor_rank]
-        (at,) = torch.where(places >= 0)
+            size = len(places) // sharded.num_tensor_ranks
+            places = places[sharded.tensor_rank * size :][:size]
+        (at,) = (places >= 0).nonzero()
         return at, places[at]
+
+    def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        tokens_of_pass[:] = [kwargs["packed_seq_params"].tokens]
 
     def before(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ids = kwargs["input_ids"]
-        ids_of_pass[:] = [ids[0]]
         return args, kwargs | {"input_ids": ids.where(ids < FIRST_MARK, 0)}
 
     def behind(module: Any, args: Any, kwargs: Any, embedded: torch.Tensor) -> torch.Tensor:
-        at, rows = marked(ids_of_pass[0])
-        return embedded.index_copy(0, at, embeddings[rows].to(embedded.dtype)[:, None])
+        at, places = marked(tokens_of_pass[0])
+        if not len(at):
+            return embedded
+        taken = rows.take(places, 0).to(embedded.dtype)[:, None]
+        return embedded.index_copy(0, to_device(torch.from_numpy(at), embedded.device), taken)
 
-    def adding(level: torch.Tensor) -> Callable[..., Any]:
+    def adding(level: int) -> Callable[..., Any]:
         def behind_layer(module: Any, args: Any, kwargs: dict[str, Any], found: Any) -> Any:
             # of the micro-batch's own: recomputation runs a layer when others have been here
-            at, rows = marked(kwargs["packed_seq_params"].tokens)
+            at, places = marked(kwargs["packed_seq_params"].tokens)
+            if not len(at):
+                return found
             hidden, *others = found
-            added = level[rows].to(hidden.dtype)[:, None]
-            return (hidden.index_add(0, at, added), *others)
+            taken = rows.take(places, level).to(hidden.dtype)[:, None]
+            there = to_device(torch.from_numpy(at), hidden.device)
+            return (hidden.index_add(0, there, taken), *others)
 
         return behind_layer
 
     with ExitStack() as hooks:
         for hook in (
-            embedding.register_forward_pre_hook(before, with_kwargs=True),
-            embedding.register_forward_hook(behind, with_kwargs=True),
+            model.register_forward_pre_hook(begin, with_kwargs=True),
+            model.embedding.register_forward_pre_hook(before, with_kwargs=True),
+            model.embedding.register_forward_hook(behind, with_kwargs=True),
         ):
             hooks.enter_context(hook)
-        if further:
+        if rows.levels > 1:
             layers = get_attr_wrapped_model(chunk, "decoder").layers
-            for layer, level in zip(layers, further, strict=False):
+            for level, layer in zip(range(1, rows.levels), layers, strict=False):
                 hook = layer.register_forward_hook(adding(level), with_kwargs=True)
                 hooks.enter_context(hook)
         yield

@@ -21,7 +21,7 @@ from megatron_hdp.data.steps import (
     WantedItem,
 )
 from megatron_hdp.megatron.execution import HdpExecutor, make_whole
-from megatron_hdp.megatron.media import BatchMedia, DrawnItems, JobEncoder, StepMedia
+from megatron_hdp.megatron.media import BatchMedia, DrawnItems, Encoding, JobEncoder, StepMedia
 from megatron_hdp.megatron.model import add_up_gradients, encoder_of
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step.figures import StepReport
@@ -55,7 +55,8 @@ class StepItems:
         """Those of a job whose model has an encoder; every rank must call this."""
         if arguments.hdp_encoder is None:
             return None
-        chunks, balance = executor.chunks, arguments.hdp_media_balance
+        chunks = executor.chunks
+        how = Encoding(arguments.hdp_media_balance, arguments.hdp_media_waves)
         encoder = JobEncoder(
             encoder_of(chunks[0]),
             arguments,
@@ -63,7 +64,7 @@ class StepItems:
             executor.place,
             settings,
             reader,
-            balance,
+            how,
             executor.timeline,
         )
         return cls(encoder, corpus, arguments.hdp_corrupt_limit)
