@@ -13,7 +13,15 @@ import xxhash
 from megatron_hdp.arrays import AnyArray, BoolArray, Int64Array
 from megatron_hdp.data.media import decoded
 from megatron_hdp.data.mixture import Position, Step
-from megatron_hdp.data.steps import PlanSettings, items_apart, plan_by
+from megatron_hdp.data.steps import (
+    PlanSettings,
+    RankMicroBatch,
+    RankShare,
+    Reader,
+    items_apart,
+    plan_by,
+    read_micro_batch,
+)
 from megatron_hdp.media import Patches, Sound
 from megatron_hdp.megatron.media import BatchMedia, MediaItem, StepMedia
 from megatron_hdp.planner import Plan
@@ -110,6 +118,13 @@ class CheckedBatch:
         largest = np.zeros(len(self.lengths), dtype=np.int64)
         np.maximum.at(largest, [one.sequence for one in self.media], self.items.counts)
         return items_apart(settings, made, largest)
+
+    def micro_batches(self, share: RankShare, reader: Reader) -> tuple[RankMicroBatch, ...]:
+        """Those of a rank, slot by slot."""
+        found = (read_micro_batch(share, slot, reader, self) for slot in range(share.num_slots))
+        if (items := self.items) is None:
+            return tuple(found)
+        return tuple(items.with_text_behind(self, one) for one in found)
 
     def num_loss_tokens(self, shift: int) -> Int64Array:
         """Those of each sequence, ``[n]``, but the first `shift` tokens of it."""

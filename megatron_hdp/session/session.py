@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_hdp.data.steps import RankMicroBatch, RankShare, read_micro_batch, shares_of
+from megatron_hdp.data.steps import RankMicroBatch, RankShare, shares_of
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.checkpoint.weights import load_weights
 from megatron_hdp.megatron.execution import HdpExecutor, OwnLoss, RankOutcome, in_mode
@@ -481,9 +481,7 @@ class HdpSession:
         forward_only: bool,
     ) -> tuple[tuple[RankMicroBatch, ...], RankOutcome]:
         """This rank's micro-batches, once they have run."""
-        micro_batches = tuple(
-            read_micro_batch(share, slot, self._reader, checked) for slot in range(share.num_slots)
-        )
+        micro_batches = checked.micro_batches(share, self._reader)
         weights = () if forward_only else self._further.weights(micro_batches, divisor)
         with (
             in_mode(self.chunks, training=not forward_only),

@@ -6,6 +6,7 @@ import torch
 from megatron_hdp.megatron import parallel
 from megatron_hdp.session import TokenBatch
 from tests.gradient_equivalence.settings import MTP, RECOMPUTE, TIED
+from tests.support import media
 from tests.support.gradients import EXPERTS
 from tests.support.hybrids import HAS_LATENT, NEEDS, hybrid_errors
 from tests.support.mla import MLA
@@ -25,6 +26,14 @@ GPTS = {  # ranks, overrides
     "experts-ep2": (2, EXPERTS | {"expert_model_parallel_size": 2}),
     "recompute": (2, RECOMPUTE),
 }
+WIDE = {"kv_channels": 12, "num_layers": 4}
+ITEMS = {  # ranks, family, overrides
+    "rings": (3, None, {}),
+    "tp2-sp": (4, None, TP2_SP),
+    "pp2-parts": GPTS["pp2-parts"][:1] + (None,) + GPTS["pp2-parts"][1:],
+    "deepstack": (2, "qwen3-vl", WIDE),
+    "recompute": (2, "qwen2.5-vl", RECOMPUTE | WIDE),
+}
 HYBRIDS = {  # pattern, ranks, overrides
     "rings": ("*-*-/*-/*-", 2, {}),
     "experts": ("*E*-/*E/*E", 2, EXPERTS),
@@ -32,6 +41,10 @@ HYBRIDS = {  # pattern, ranks, overrides
     "tp2-sp": ("*-*-/*-/*-", 4, TP2_SP),
     "pp2": ("*-|*-/*-/*-", 4, PP2),
 }
+
+
+def slow_one(name):
+    return pytest.param(name, marks=SLOW)
 
 
 def check(found, kinds):
@@ -55,6 +68,27 @@ def test_gradients_of_a_hybrid(run_ranks, layout):
         pytest.skip("this megatron-core has no latent attention in hybrids: install 0.19")
     arguments = arguments_of(**MTP, num_layers=4, **overrides)
     check(run_ranks(ranks, hybrid_errors, arguments, pattern, KINDS[:3])[0], KINDS[:3])
+
+
+@pytest.mark.parametrize("layout", [pytest.param("tied", marks=()), *map(slow_one, ITEMS)])
+def test_gradients_beside_items(run_ranks, layout):
+    """Of encoder and model; no depth learns from a token of an item that it is given."""
+    ranks, family, overrides = ITEMS.get(layout, (2, None, TIED))
+    arguments = arguments_of(**MTP, **overrides)
+    errors, _ = run_ranks(ranks, media.errors_of, arguments, (None, 0), family=family)[0]
+    assert max(errors.values()) <= 1e-10, errors
+
+
+def as_if_all_were_text(self, batch, micro_batch):
+    """Has depths learn from tokens of items as well."""
+    return micro_batch
+
+
+@SLOW
+def test_a_depth_that_learns_from_items_is_seen(run_ranks):
+    fault = "megatron_hdp.megatron.media.items.BatchMedia.with_text_behind", as_if_all_were_text
+    errors, _ = run_ranks(2, media.errors_of, arguments_of(**MTP), (0,), fault)[0]
+    assert errors[0] > 1e-5, errors
 
 
 def losses_by_divisor():

@@ -303,10 +303,11 @@ def _of_adapters(grads, adapters, arguments):
     return found
 
 
-def _losses_behind(gpt, tokens, labels, is_trained, mask, depths):
+def _losses_behind(gpt, tokens, labels, is_trained, mask, depths, is_item=None, embedded=None):
     """Sums of losses and their tokens at each depth behind the label, by Megatron's own layers.
 
     They roll the whole sequence. ``gpt.seen`` becomes the logits of labels and of each depth.
+    Tokens of items, whose rows are in what is embedded, are given to no depth that learns.
     """
     length, weight = len(tokens), gpt.shared_embedding_or_output_weight()
     if not gpt.share_embeddings_and_output_weights:
@@ -314,13 +315,16 @@ def _losses_behind(gpt, tokens, labels, is_trained, mask, depths):
     states = []
     watch = gpt.mtp.register_forward_hook(lambda *found: states.append(found[-1]))
     everything = functional.pad(labels, (0, length - len(labels)))
-    gpt(tokens[None], torch.arange(length)[None], mask, labels=everything[None])
+    positions, given = torch.arange(length)[None], {"labels": everything[None]}
+    gpt(tokens[None], positions, mask, decoder_input=embedded, **given)
     watch.remove()
     gpt.seen = [part.transpose(0, 1) @ weight.t() for part in states[0].chunk(1 + depths)]
     losses, counts = [], []
     for depth in range(1, depths + 1):
         left = max(0, len(labels) - depth)
         trained = is_trained[depth:]
+        for place in range(1, depth + 1) if is_item is not None else ():
+            trained = trained & ~is_item[place : place + left]
         found = functional.cross_entropy(
             gpt.seen[depth][0, :left], labels[depth:], reduction="none"
         )

@@ -158,21 +158,30 @@ def reference(arguments, batch, family=None):
     levels = Levels(gpt, getattr(encoder, "levels", 1))
     routers = gradients._watch_routers(gpt)
     total, of_routers, num = torch.zeros(()).double(), torch.zeros(()).double(), 0
+    depths = arguments.mtp_num_layers or 0
+    behind, num_behind = torch.zeros(depths).double(), torch.zeros(depths)
     for i, tokens in enumerate(map(torch.as_tensor, batch.tokens)):
         length, mask = len(tokens), torch.as_tensor(batch.loss_mask[i]).clone()
         positions = torch.arange(length)[None]
         causal = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         embedded = gpt.embedding(tokens[None], positions)
         levels.begin(length)
+        is_item = torch.zeros(length, dtype=torch.bool)
         for one in batch.media:
             if one.sequence == i:
                 rows = levels.of(encoder([one.data]), one.start)
                 here = slice(one.start, one.start + len(rows))
                 embedded = torch.cat([embedded[: here.start], rows[:, None], embedded[here.stop :]])
-                mask[here] = False
+                mask[here], is_item[here] = False, True
         if getattr(encoder, "positions", None) is not None:
             turn(gpt, encoder, length, [one for one in batch.media if one.sequence == i])
-        logits = gpt(tokens[None], positions, causal, decoder_input=embedded)[0]
+        if depths:
+            given = gpt, tokens, tokens[1:], mask[1:], causal, depths, is_item, embedded
+            losses, counts = gradients._losses_behind(*given)
+            behind, num_behind = behind + torch.stack(losses), num_behind + torch.tensor(counts)
+            logits = gpt.seen[0][0]
+        else:
+            logits = gpt(tokens[None], positions, causal, decoder_input=embedded)[0]
         of_routers = of_routers + sum(gradients._router_loss(arguments, seen) for seen in routers)
         routers.clear()
         predicted = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
@@ -183,7 +192,10 @@ def reference(arguments, batch, family=None):
     mine = dict(encoder.named_parameters())
     names = (*names, *(f"encoder.{name}" for name in mine))
     parameters = (*parameters, *mine.values())
-    grads = torch.autograd.grad((total + of_routers) / num, parameters, allow_unused=True)
+    whole = (total + of_routers) / num
+    if depths:
+        whole = whole + arguments.mtp_loss_scaling_factor * (behind / num_behind).mean()
+    grads = torch.autograd.grad(whole, parameters, allow_unused=True)
     grads = [
         torch.zeros_like(p) if g is None else g for g, p in zip(grads, parameters, strict=True)
     ]

@@ -190,6 +190,18 @@ def test_either_side_may_be_frozen(run_ranks, tmp_path, frozen):
 
 
 @SLOW
+@pytest.mark.parametrize("name", ["rings", "tp2-sp-pp2", "pp2-parts"])
+def test_further_tokens_beside_pictures(run_ranks, tmp_path, name):
+    ranks, flags = LAYOUTS[name]
+    further = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
+    whole = pictures_run(tmp_path, steps=3, **further)
+    expected = trained(run_ranks, whole, **ALONE)
+    assert largest_difference(trained(run_ranks, whole, ranks, **flags), expected) <= 1e-10
+    plain = trained(run_ranks, replace(whole, mtp_num_layers=None), **ALONE)
+    assert abs(plain[0][2] - expected[0][2]) > 1e-6, "the norm knows further losses"
+
+
+@SLOW
 def test_adapters_beside_pictures(run_ranks, tmp_path):
     """The encoder stays as it is, and comes from its folder when the run resumes."""
     whole = pictures_run(tmp_path, steps=3)

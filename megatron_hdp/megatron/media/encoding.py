@@ -246,6 +246,12 @@ class StepMedia:
         for item, one in zip(wanted, found, strict=True):
             self.batch.media[item].data.found = one
 
+    def with_text_behind(
+        self, micro_batches: Sequence[RankMicroBatch]
+    ) -> tuple[RankMicroBatch, ...]:
+        """The micro-batches as of `BatchMedia.with_text_behind`."""
+        return tuple(self.media.with_text_behind(self.batch, one) for one in micro_batches)
+
     def agree_on_damages(self, most_damaged: int) -> None:
         """Leaves sequences with damaged pictures out; see `damaged.agree_on_damages`."""
         self.damaged = agree_on_damages(self.batch, self._damages_here, most_damaged)

@@ -147,6 +147,22 @@ class BatchMedia:
         places = np.where(is_there, batch.offsets[ids] + micro_batch.positions, 0)
         return np.where(is_there, self.row_of_token[places], -1)
 
+    def with_text_behind(self, batch: ItemHolder, micro_batch: RankMicroBatch) -> RankMicroBatch:
+        """The micro-batch, which predicts no further token by one of an item.
+
+        MTP layers are given the embeddings of the tokens before, of which items have none there.
+        """
+        depths = micro_batch.further_mask.reshape(-1, len(micro_batch.tokens)).copy()
+        ids = np.array([*micro_batch.sequence_ids, 0])[micro_batch.sequence_index]
+        given = np.zeros(len(micro_batch.tokens), dtype=np.bool_)
+        for depth, mask in enumerate(depths):
+            behind = micro_batch.positions + depth + 1
+            is_there = (micro_batch.sequence_index >= 0) & (behind < batch.lengths[ids])
+            rows = self.row_of_token[np.where(is_there, batch.offsets[ids] + behind, 0)]
+            given |= is_there & (rows >= 0)
+            mask &= ~given
+        return replace(micro_batch, further_mask=depths.ravel())
+
     def with_positions(self, micro_batch: RankMicroBatch) -> RankMicroBatch:
         """The micro-batch, its tokens' positions on three axes where it has items' sequences."""
         ids = micro_batch.sequence_ids

@@ -19,7 +19,6 @@ def check_media(args: Any) -> None:
         return
     refused = {
         "no --hybrid-data-parallel": not args.hybrid_data_parallel,
-        "--mtp-num-layers": getattr(args, "mtp_num_layers", None) is not None,
         "--hdp-objective": args.hdp_objective is not None,
         "--hdp-survive": args.hdp_survive,
         f"--hidden-dropout {args.hidden_dropout:g}": bool(args.hidden_dropout),

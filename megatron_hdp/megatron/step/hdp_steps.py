@@ -184,6 +184,8 @@ class HdpSteps:
         step = self.latest = self._agree(step, known, self.loaders)
         self._long_steps.check(step.totals.makespan_s, "is planned to take")
         items = None if self.items is None else self.items.of(step)
+        if items is not None:
+            step = replace(step, micro_batches=items.with_text_behind(step.micro_batches))
         with self._agreement():
             amounts = self._left_out.of(step, items.damaged if items else ())
         after = step.totals.after.knowing(position)
