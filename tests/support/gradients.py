@@ -306,8 +306,7 @@ def _of_adapters(grads, adapters, arguments):
 def _losses_behind(gpt, tokens, labels, is_trained, mask, depths, is_item=None, embedded=None):
     """Sums of losses and their tokens at each depth behind the label, by Megatron's own layers.
 
-    They roll the whole sequence. ``gpt.seen`` becomes the logits of labels and of each depth.
-    Tokens of items, whose rows are in what is embedded, are given to no depth that learns.
+    They roll the sequence. ``gpt.seen`` becomes all logits. No depth that learns is given an item.
     """
     length, weight = len(tokens), gpt.shared_embedding_or_output_weight()
     if not gpt.share_embeddings_and_output_weights:
@@ -315,8 +314,8 @@ def _losses_behind(gpt, tokens, labels, is_trained, mask, depths, is_item=None, 
     states = []
     watch = gpt.mtp.register_forward_hook(lambda *found: states.append(found[-1]))
     everything = functional.pad(labels, (0, length - len(labels)))
-    positions, given = torch.arange(length)[None], {"labels": everything[None]}
-    gpt(tokens[None], positions, mask, decoder_input=embedded, **given)
+    more = {"labels": everything[None], "decoder_input": embedded}
+    gpt(tokens[None], torch.arange(length)[None], mask, **more)
     watch.remove()
     gpt.seen = [part.transpose(0, 1) @ weight.t() for part in states[0].chunk(1 + depths)]
     losses, counts = [], []
