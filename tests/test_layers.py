@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
         *{"planner", "media", "data", "data/tokenizers", "data/tables", "data/media"},
         *{"data/prepare", "data/on_the_fly", "data/formats", "data/chat"},
     },
-    "data/steps": {"planner", "media", "data", "data/media", "data/mixture"},
+    "data/steps": {"planner", "planner/experts", "media", "data", "data/media", "data/mixture"},
     "data_plane/wire": (steps := {"planner", "data", "data/mixture", "data/steps"}),
     "data_plane/roles": steps | {"data/media"},
     "data_plane/cluster": set(),

@@ -12,13 +12,12 @@ from megatron_hdp.planner import (
     Plan,
     PlanError,
     Problem,
-    evaluate,
     figures,
     make_plan,
     tight_bound_of,
     told_as,
 )
-from megatron_hdp.planner.experts import figures_in_lockstep
+from megatron_hdp.planner.experts import evaluation_of
 from megatron_hdp.planner.problem import Arguments
 from megatron_hdp.strategies import STRATEGIES
 
@@ -58,10 +57,7 @@ class Request(Problem):
 
     def evaluation_of(self, made: Plan) -> Evaluation:
         """The same with the times of every micro-batch, to draw them."""
-        if self.expert_parallel_size > 1:
-            size = self.expert_parallel_size
-            return figures_in_lockstep(made, self.cost_model, size, self.pipeline)
-        return evaluate(made, self.cost_model, *self._pipeline)
+        return evaluation_of(made, self.cost_model, self.expert_parallel_size, self.pipeline)
 
     @property
     def _pipeline(self) -> tuple[int, int, tuple[float, ...]]:

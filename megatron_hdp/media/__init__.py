@@ -4,7 +4,13 @@ from megatron_hdp.media.apart import with_items_apart
 from megatron_hdp.media.cost import ItemCostModel
 from megatron_hdp.media.encoders import ENCODERS, Encoder, Limits, Resizing, Windows
 from megatron_hdp.media.evaluation import ItemFigures, evaluate_items, items_bound_s
-from megatron_hdp.media.gaps import PipelineGaps, gaps_of, slots_of_micro_batches, wave_choices
+from megatron_hdp.media.gaps import (
+    PipelineGaps,
+    gap_choices,
+    gaps_of,
+    slots_of_micro_batches,
+    wave_choices,
+)
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
 from megatron_hdp.media.lanes import ItemLanes, item_lanes
 from megatron_hdp.media.patches import Patches, Sound
@@ -34,6 +40,7 @@ __all__ = [
     "Windows",
     "dealt",
     "evaluate_items",
+    "gap_choices",
     "gaps_of",
     "item_lanes",
     "items_bound_s",

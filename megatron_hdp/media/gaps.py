@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hdp.arrays import Float64Array, Int64Array
+from megatron_hdp.arrays import Float64Array, Int32Array, Int64Array
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.parts import time_shares
@@ -91,6 +91,36 @@ def gaps_of(
         given_s=np.maximum.accumulate(given_s),
         makespan_s=times.makespan_s,
     )
+
+
+def gap_choices(
+    plan: Plan,
+    times: Evaluation,
+    item_slots: Int32Array,
+    *,
+    tensor_ranks: int = 1,
+    lockstep_ranks: int = 1,
+) -> list[tuple[Int32Array, PipelineGaps]]:
+    """Return what `plan_in_gaps` chooses from: waves of a step's items, and their gaps.
+
+    Args:
+        plan: as of `gaps_of`.
+        times: as of `gaps_of`.
+        item_slots: the first slot that has rows of each item, ``[items]``.
+        tensor_ranks: as of `gaps_of`.
+        lockstep_ranks: as of `gaps_of`.
+    """
+    slots_of = slots_of_micro_batches(plan, times.pipeline, lockstep_ranks)
+    found: dict[bytes, tuple[Int32Array, PipelineGaps]] = {}
+    for starts in wave_choices(int(slots_of.max(initial=0)) + 1):
+        places = np.searchsorted(starts, item_slots, side="right") - 1
+        kept, inverse = np.unique(places, return_inverse=True)  # the others have no rows
+        mine, waves = starts[kept], inverse.astype(np.int32)
+        mine[:1] = 0
+        if waves.tobytes() not in found:
+            how = {"tensor_ranks": tensor_ranks, "lockstep_ranks": lockstep_ranks}
+            found[waves.tobytes()] = waves, gaps_of(plan, times, mine, **how)
+    return list(found.values())
 
 
 def slots_of_micro_batches(plan: Plan, pipeline: Pipeline, lockstep_ranks: int = 1) -> Int64Array:

@@ -79,6 +79,21 @@ def test_pictures_of_a_step(model, tmp_path):
     assert "efficiency 1.000: 16 items, 4,096 rows" in as_text(found)
 
 
+def test_stages_encode_in_their_gaps(model, tmp_path):
+    """Few sequences on four stages, so that pipelines wait long; small pictures."""
+    (tmp_path / "sizes.txt").write_text("256 256\n" * 200)
+    lines = ["pipeline-model-parallel-size: 4"]
+    how = {"items": str(tmp_path / "sizes.txt")}
+    found = found_of(model(*lines), **how)
+    encoder, outside = found.encoder, found_of(model(*lines, "hdp-media-waves: 1"), **how).encoder
+    assert encoder.outside_s == outside.step_s and outside.outside_s is None
+    assert 0 <= encoder.step_s < 0.7 * encoder.outside_s
+    text = found_of(model(*lines))
+    assert found.step.step_s == pytest.approx(text.step.step_s + encoder.step_s)
+    assert "of it, in gaps of the pipeline; " in as_text(found)
+    assert "gaps" not in as_text(found_of(model(*lines, "hdp-media-waves: 1"), **how))
+
+
 def test_a_call_that_does_not_fit(model, tmp_path):
     found = found_of(model("hdp-encoder-patches: 40_000_000"))
     (refusal,) = found.refusals

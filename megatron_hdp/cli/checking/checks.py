@@ -1,11 +1,19 @@
 """What ``check`` finds: degrees first, then the longest sequence, a planned step and memory."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_hdp.cli.checking.encoder import encoder_of, with_encoder, with_encoding
+from megatron_hdp.cli.checking.encoder import (
+    EncoderForecast,
+    encoder_of,
+    encodes_in_gaps,
+    in_gaps,
+    with_encoder,
+    with_encoding,
+)
 from megatron_hdp.cli.checking.finding import Finding, Tried, best_of
 from megatron_hdp.cli.checking.gpus import degree_refusals, job_of, training_refusals
 from megatron_hdp.cli.checking.planned_step import (
@@ -16,7 +24,7 @@ from megatron_hdp.cli.checking.planned_step import (
 )
 from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
 from megatron_hdp.options import PLANNER_FLAGS, OptionError, no_effect
-from megatron_hdp.planner import CostModel, told_as
+from megatron_hdp.planner import CostModel, Plan, told_as
 from megatron_hdp.planner.memory import (
     RESERVE,
     Job,
@@ -27,6 +35,7 @@ from megatron_hdp.planner.memory import (
     stage_memories,
     waiting_activations,
 )
+from megatron_hdp.simulator.execution import Setting
 
 if TYPE_CHECKING:
     from megatron_hdp.megatron.options import TrainingArguments
@@ -79,12 +88,14 @@ def check(
     untouched = replace(found, context_tokens=arguments.seq_length)
 
     def examined(changed: "TrainingArguments") -> Finding:
-        job, forecast = job_of(changed, num_gpus, vocab_size), None
+        job, forecast, beside = job_of(changed, num_gpus, vocab_size), None, None
         if encoder is not None:
             job, forecast = with_encoder(job, changed, encoder, items, gpus_per_node)
+            if items is not None and encodes_in_gaps(changed, job):
+                beside = partial(in_gaps, forecast, job, changed, encoder, items, gpus_per_node)
         refusals = training_refusals(changed, job.shape, encoder)
         given = replace(untouched, job=job, encoder=forecast, refusals=refusals)
-        return _examined(given, changed, job, preset)
+        return _examined(given, changed, job, preset, beside)
 
     found = examined(arguments)
     if found.job and found.step:
@@ -96,10 +107,19 @@ def check(
     return found
 
 
-def _examined(given: Finding, arguments: "TrainingArguments", job: Job, preset: str) -> Finding:
-    """Plan and memory of a run whose degrees are right."""
+def _examined(
+    given: Finding,
+    arguments: "TrainingArguments",
+    job: Job,
+    preset: str,
+    beside: Callable[[Plan, Setting], EncoderForecast] | None,
+) -> Finding:
+    """Plan and memory of a run whose degrees are right.
+
+    `beside` says what an encoder adds to a step with this plan.
+    """
     found = replace(given, stages=[], virtual_stages=[])
-    cost_model = _plan(found, arguments, job, preset)
+    cost_model = _plan(found, arguments, job, preset, beside)
     measured = found.runtime_bytes or (cost_model and cost_model.runtime_bytes)
     found.job = replace(job, runtime_bytes=measured or None)
     if arguments.copies_shards and job.hdp_ranks > 1:
@@ -121,7 +141,11 @@ def _tried(found: Finding, number: int) -> Tried:
 
 
 def _plan(
-    found: Finding, arguments: "TrainingArguments", job: Job, preset: str
+    found: Finding,
+    arguments: "TrainingArguments",
+    job: Job,
+    preset: str,
+    beside: Callable[[Plan, Setting], EncoderForecast] | None,
 ) -> CostModel | None:
     """Plans a step; the cost model by which it did, unless that is refused."""
     cost_model = None
@@ -135,7 +159,9 @@ def _plan(
             if longest.is_stream[0] and host_parts:
                 of_parts = int(longest.lengths[0]) * host_parts // int(longest.parts_of_each[0])
                 found.streamed_tokens = -(-of_parts // len(longest.ranks))
-            found.step = plan_step(arguments, job, setting, preset)
+            made, found.step = plan_step(arguments, job, setting, preset)
+        if beside is not None:
+            found.encoder = beside(made, setting)
         if found.encoder is not None:
             found.step = with_encoding(found.step, found.encoder, job.num_gpus)
     except ValueError as error:

@@ -16,10 +16,17 @@ from megatron_hdp.media import (
     Windows,
     dealt,
     evaluate_items,
+    gap_choices,
+    plan_in_gaps,
     plan_items,
+    slots_of_micro_batches,
 )
 from megatron_hdp.megatron.adapters import ENCODER
+from megatron_hdp.planner import Plan
+from megatron_hdp.planner.experts import evaluation_of
+from megatron_hdp.planner.lockstep import knows_stages
 from megatron_hdp.planner.memory import EncoderMemory, Job
+from megatron_hdp.simulator.execution import Setting
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -46,7 +53,9 @@ class EncoderForecast:
     num_items: int | None = None
     num_rows: int | None = None
     step_s: float = 0.0
-    """Seconds of a step in which all ranks encode."""
+    """Seconds that a step takes more, at most."""
+    outside_s: float | None = None
+    """The same, were all encoded before its first micro-batch and behind the last; None: it is."""
     efficiency: float | None = None
     """Work of all items / ranks / that of the busiest one."""
     flop: float = 0.0
@@ -124,6 +133,43 @@ def with_encoding(step: StepForecast, encoder: EncoderForecast, num_gpus: int) -
     return replace(step, step_s=step_s, flops_per_s=flop / step_s / num_gpus)
 
 
+def encodes_in_gaps(arguments: "TrainingArguments", job: Job) -> bool:
+    """Whether ranks of late stages encode while they would wait for the first micro-batch."""
+    is_asked = arguments.hdp_media_waves is None
+    return is_asked and job.stages > 1 and knows_stages(arguments.hdp_strategy)
+
+
+def in_gaps(
+    forecast: EncoderForecast,
+    job: Job,
+    arguments: "TrainingArguments",
+    encoder: "ItemEncoder",
+    items: str,
+    gpus_per_node: int,
+    made: Plan,
+    setting: Setting,
+) -> EncoderForecast:
+    """What is told of an encoder beside a pipeline's step of this plan.
+
+    The other arguments are those of `with_encoder`.
+    """
+    size = setting.lockstep_ranks
+    times = evaluation_of(made, setting.cost_model, size, setting.pipeline)
+    number = int(slots_of_micro_batches(made, setting.pipeline, size).max(initial=0)) + 1
+    patches = read_sizes(items, encoder.shape.resizing).patches
+    batch = _dealt(job, encoder, patches, number, gpus_per_node)
+    how = {"tensor_ranks": job.tensor_ranks, "lockstep_ranks": size}
+    choices = gap_choices(made, times, batch.micro_batches, **how)
+    found = plan_in_gaps(batch, encoder.cost, choices, arguments.hdp_media_balance)
+    figures = evaluate_items(*found, encoder.cost)
+    return replace(
+        forecast,
+        step_s=figures.makespan_s,
+        outside_s=forecast.step_s,
+        efficiency=figures.efficiency,
+    )
+
+
 def planned_items(
     job: Job, encoder: "ItemEncoder", patches: Int64Array, balance: str, gpus_per_node: int = 8
 ) -> tuple[ItemBatch, ItemPlan, ItemFigures]:
@@ -138,8 +184,17 @@ def planned_items(
     """
     rows = int(patches.sum()) // encoder.patches_per_row
     number = -(-rows // (job.hdp_ranks * job.tokens_per_rank))
+    batch = _dealt(job, encoder, patches, number, gpus_per_node)
+    plan = plan_items(batch, encoder.cost, balance)
+    return batch, plan, evaluate_items(batch, plan, encoder.cost)
+
+
+def _dealt(
+    job: Job, encoder: "ItemEncoder", patches: Int64Array, number: int, gpus_per_node: int
+) -> ItemBatch:
+    """A step's items, dealt to so many micro-batches of each HDP rank in their order."""
     places, micro_batches = dealt(patches, job.hdp_ranks, number)
-    batch = ItemBatch(
+    return ItemBatch(
         patches=patches,
         consumers=places * np.int32(job.tensor_ranks),
         micro_batches=micro_batches,
@@ -149,8 +204,6 @@ def planned_items(
         patches_per_pack=max(encoder.patches_per_pack, int(patches.max())),
         most_ranks=encoder.most_ranks(()),
     )
-    plan = plan_items(batch, encoder.cost, balance)
-    return batch, plan, evaluate_items(batch, plan, encoder.cost)
 
 
 def _planned(

@@ -170,10 +170,13 @@ def _step_lines(finding: Finding) -> list[str]:
     if encoder is not None:
         shown = "not known, nor the memory of rows: give --items"
         if encoder.efficiency is not None:
-            shown = (
-                f"{seconds(encoder.step_s)} of it, efficiency {encoder.efficiency:.3f}: "
-                f"{encoder.num_items:,} items, {encoder.num_rows:,} rows"
-            )
+            shown = f"{seconds(encoder.step_s)} of it, efficiency {encoder.efficiency:.3f}"
+            if encoder.outside_s is not None and encoder.step_s < encoder.outside_s:
+                shown = (
+                    f"{seconds(encoder.step_s)} of it, in gaps of the pipeline; "
+                    f"{seconds(encoder.outside_s)} before and behind the micro-batches"
+                )
+            shown += f": {encoder.num_items:,} items, {encoder.num_rows:,} rows"
         lines.append(f"  {encoder.items:<20}{shown}")
     if step.num_positions is not None and step.padding_share is not None:
         lines.append(

@@ -119,8 +119,8 @@ def plan_longest(setting: Setting, strategy: str) -> Plan:
 
 def plan_step(
     arguments: "TrainingArguments", job: Job, setting: Setting, preset: str
-) -> StepForecast:
-    """Plan of one global batch of a preset's lengths.
+) -> tuple[Plan, StepForecast]:
+    """Plan of one global batch of a preset's lengths, and what is told of it.
 
     Raises:
         ValueError: the batch cannot be planned.
@@ -138,7 +138,7 @@ def plan_step(
         value_bytes=job.value_bytes,
         expert_ranks=job.expert_ranks,
     )
-    return StepForecast(
+    return made, StepForecast(
         preset=preset,
         num_sequences=len(lengths),
         num_tokens=int(lengths.sum()),

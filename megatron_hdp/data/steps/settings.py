@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megatron_hdp.arrays import Int64Array
 from megatron_hdp.data.mixture import BatchSize, Step
-from megatron_hdp.planner import CostModel, Plan, Problem
+from megatron_hdp.planner import CostModel, Evaluation, Plan, Problem
+from megatron_hdp.planner.experts import evaluation_of
 from megatron_hdp.planner.pipeline import Pipeline
 
 
@@ -48,6 +49,10 @@ class PlanSettings:
     def pipeline(self) -> Pipeline:
         """That each HDP rank is."""
         return Pipeline(self.num_stages, self.num_model_chunks, self.stage_weights)
+
+    def times_of(self, made: Plan) -> Evaluation:
+        """When each rank runs what of a plan, as the cost model expects."""
+        return evaluation_of(made, self.cost_model, self.lockstep_ranks, self.pipeline)
 
     def problem(self, lengths: Int64Array) -> Problem:
         """What the planner is asked for sequences of these lengths.

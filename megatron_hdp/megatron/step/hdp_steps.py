@@ -54,8 +54,7 @@ from megatron_hdp.megatron.step.preparation import (
     say_what_ends,
     share_tokens,
 )
-from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate
-from megatron_hdp.planner.experts import figures_in_lockstep
+from megatron_hdp.planner import CostModel, Evaluation, Plan
 from megatron_hdp.runtime.gathering import largest
 from megatron_hdp.runtime.health import DataFailure, fingerprint, meet, require_agreement
 from megatron_hdp.runtime.timeline import AGREEMENT
@@ -472,10 +471,7 @@ class HdpSteps:
         """The latest step's plan, and when it expects what to run."""
         made = self.latest_plan()
         settings = self.planner.settings_at(self._ran().totals.before)
-        pipeline, cost_model = settings.pipeline, settings.cost_model
-        if settings.lockstep_ranks > 1:
-            return made, figures_in_lockstep(made, cost_model, settings.lockstep_ranks, pipeline)
-        return made, evaluate(made, cost_model, pipeline.stages, pipeline.chunks, pipeline.weights)
+        return made, settings.times_of(made)
 
     def corrections(self) -> dict[str, Any] | None:
         """How the cost model was corrected that the latest step was planned by; None: it is not."""

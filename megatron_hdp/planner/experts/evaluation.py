@@ -143,6 +143,18 @@ def figures_in_lockstep(
     return found
 
 
+def evaluation_of(
+    plan: Plan, cost_model: CostModel, expert_parallel_size: int, pipeline: Pipeline
+) -> Evaluation:
+    """The times of a plan, in lockstep where ranks share experts.
+
+    The arguments are those of `figures_in_lockstep`.
+    """
+    if expert_parallel_size > 1:
+        return figures_in_lockstep(plan, cost_model, expert_parallel_size, pipeline)
+    return evaluate(plan, cost_model, pipeline.stages, pipeline.chunks, pipeline.weights)
+
+
 _BEHIND = -2
 """Behind a list's end."""
 
