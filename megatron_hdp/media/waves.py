@@ -1,5 +1,7 @@
 """Waves of a step: exchanges of rows, each with the items of some slots of micro-batches."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from megatron_hdp.arrays import Int32Array, Int64Array
@@ -33,6 +35,37 @@ def even_starts(num_slots: int, num_waves: int) -> Int64Array:
     """
     num_waves = max(1, min(num_waves, num_slots))
     return np.arange(num_waves, dtype=np.int64) * num_slots // num_waves
+
+
+def fitting_starts(
+    starts: Int64Array, num_slots: int, rows_of: Callable[[int, int], int], most: int
+) -> Int64Array:
+    """Return the first slot of each of the fewest waves within given ones that have few rows.
+
+    Args:
+        starts: of the waves that are cut further.
+        num_slots: micro-batches of the rank that has most.
+        rows_of: rows of a wave of slots ``[begin, end)``, on the rank that has most of them.
+        most: of these rows.
+
+    Raises:
+        ValueError: one slot alone has more.
+    """
+    found = []
+    for begin, end in zip(starts.tolist(), [*starts[1:].tolist(), num_slots], strict=True):
+        found.append(begin)
+        if rows_of(begin, end) <= most:
+            continue
+        for slot in range(begin, end):
+            if slot > found[-1] and rows_of(found[-1], slot + 1) > most:
+                found.append(slot)
+            if slot == found[-1] and (rows := rows_of(slot, slot + 1)) > most:
+                raise ValueError(
+                    f"found {rows:,} rows of items in micro-batch {slot} that one rank wants or "
+                    f"makes, expected at most {most:,}, as --hdp-encoder-rows says: raise it, or "
+                    "lower --hdp-tokens-per-rank so that micro-batches are smaller"
+                )
+    return np.array(found, dtype=np.int64)
 
 
 def waves_of(slots: Int32Array, starts: Int64Array) -> Int32Array:

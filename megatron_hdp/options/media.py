@@ -35,6 +35,14 @@ class MediaOptions:
         help="Who encodes what: the rank whose sequences hold it, the ranks of its replica, all "
         "ranks for each micro-batch, or all ranks for the whole step.",
     )
+    hdp_encoder_rows: int | None = option(
+        None,
+        metavar="N",
+        minimum=1,
+        help="Rows of pictures that a rank holds on its device, at most, beside those of the "
+        "micro-batches that run. In a step of more rows wait in host memory, and travel in more "
+        "waves. Default: no limit.",
+    )
     hdp_media_waves: int | None = option(
         None,
         auto=True,

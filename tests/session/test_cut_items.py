@@ -24,15 +24,15 @@ from tests.support.vision_models import drawn_patches
 SLOW = pytest.mark.slow
 FAMILIES = ("qwen3-vl", "qwen2.5-vl")
 PLANS = f"{encoding.__name__}.plan_items"
-OF_FRAMES = 1
-"""The item of three frames, which do not see each other."""
+OF_FRAMES = 3 * 4 * 12
+"""Patches of the item of three frames, which do not see each other."""
 
 
 def cut_by(seed, batch, cost, strategy):
     """A plan in which items are cut over any number of ranks, and others are whole."""
     rng, rows = np.random.default_rng(seed), batch.patches // batch.patches_per_row
     degrees = np.minimum(rng.integers(1, batch.num_ranks + 1, len(rows)), rows)
-    degrees[OF_FRAMES] = 1
+    degrees[batch.patches == OF_FRAMES] = 1
     return ItemPlan(
         strategy=strategy,
         first_ranks=rng.integers(0, batch.num_ranks - degrees + 1).astype(np.int32),

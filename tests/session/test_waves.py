@@ -1,5 +1,8 @@
 """Items encoded in waves: gradients stay those of one rank, and late stages have more time."""
 
+import itertools
+import time
+import weakref
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -10,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_hdp.media.waves import fitting_starts
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.media import encoding
 from megatron_hdp.megatron.media.row_store import RowStore
@@ -104,11 +108,11 @@ def begun_by(arguments, media, faults=(), **how):
     found = []
 
     def send(self, made):
-        found.append(("rows", len(self._sent)))
+        found.append(("rows", self._num_sent))
         return SEND(self, made)
 
     def return_next(self):
-        found.append(("gradients", len(self._returned)))
+        found.append(("gradients", self._num_returned))
         return RETURN(self)
 
     batch = batch_with_items(media)
@@ -173,7 +177,7 @@ def test_faults_are_seen(run_ranks, name, fault):
 
 def never_later(self, made):
     """On one rank never begins the exchanges of later waves."""
-    if not (dist.get_rank() and self._sent):
+    if not (dist.get_rank() and self._num_sent):
         SEND(self, made)
 
 
@@ -233,3 +237,117 @@ def test_a_mistake_in_a_later_wave_ends_the_step_everywhere(run_ranks, ranks, ov
     assert all(one == first for one in others)
     *sentences, loss = first
     assert all("found a picture that is none" in one for one in sentences) and loss != 0
+
+
+SMALL = ((2, 0, 20), (3, 10, 20), (4, 0, 20), (5, 5, 20), (7, 1, 20), (7, 90, 20), (8, 0, 20))
+ON_DEVICE, ON_HOST = RowStore._on_device, RowStore._on_host
+
+
+@gradients.seldom_compiled
+def peaks_of(arguments, **how):
+    """Body of a rank: rows in buffers of one call on the device at a time, at most; rows parked."""
+    parallel.initialise(arguments)
+    alive, peaks, parked = [0], [0], []
+
+    def on_device(self, num):
+        for _ in range(100 * bool(alive[0])):  # a thread of gloo's may hold what has come
+            time.sleep(0.01)
+            if not alive[0]:
+                break
+        found = ON_DEVICE(self, num)
+        alive[0] += num
+        weakref.finalize(found, lambda: alive.__setitem__(0, alive[0] - num))
+        peaks.append(alive[0])
+        return found
+
+    def on_host(self, num):
+        parked.append((num, len(self._exchanges)))
+        return ON_HOST(self, num)
+
+    with (
+        mock.patch.object(RowStore, "_on_device", on_device),
+        mock.patch.object(RowStore, "_on_host", on_host),
+    ):
+        session = session_of(arguments)
+        session.attach_encoder(Encoder(), **how)
+        batch = batch_with_items(SMALL)
+        evaluated = session.step(batch, forward_only=True).loss
+        of_evaluation = max(peaks)
+        loss = session.step(batch).loss
+    parallel.finish()
+    return of_evaluation, max(peaks), parked, (loss, evaluated)
+
+
+@SLOW
+def test_the_device_holds_few_rows(run_ranks):
+    """Those of a wave; with gradients, what leaves and what comes."""
+    total, most = sum(rows for *_, rows in SMALL), 60
+    whole = run_ranks(2, peaks_of, arguments_of(**PP2), most_rows=total)
+    assert whole[0][0] == total and not whole[0][2]
+    found = run_ranks(2, peaks_of, arguments_of(**PP2), most_rows=most)
+    for (evaluated, learnt, parked, losses), (*_, expected) in zip(found, whole, strict=True):
+        assert evaluated <= most and 0 < learnt <= 2 * most
+        assert len(parked) == 2 and all(num > 2 for _, num in parked)
+        assert losses == pytest.approx(expected, rel=1e-12)
+    assert found[0][0] > 0 and found[0][2][0][0] == total and found[1][2][0][0] == 0
+
+
+def as_few_as_fit(starts, num_slots, rows_of, most):
+    """A limit that every single slot keeps."""
+    most = max(rows_of(slot, slot + 1) for slot in range(num_slots))
+    found = fitting_starts(starts, num_slots, rows_of, most)
+    for begin, end in itertools.pairwise([*found, num_slots]):
+        assert rows_of(begin, end) <= most
+    return found
+
+
+TIGHT = f"{MEDIA}.fitting_starts", as_few_as_fit
+
+
+@SLOW
+@pytest.mark.parametrize("layout", [*LAYOUTS, *RINGS])
+def test_rows_in_host_memory(run_ranks, layout):
+    ranks, overrides = (LAYOUTS | RINGS)[layout]
+    how = {"most_rows": 1, "waves": 1}
+    fine(run_ranks(ranks, errors_of, arguments_of(**overrides), (None, 0), TIGHT, **how))
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["rings", "pp2", "tp2-sp"])
+@pytest.mark.parametrize("seed", range(2))
+def test_levels_and_cut_items_in_host_memory(run_ranks, layout, seed):
+    ranks, overrides = (LAYOUTS | RINGS)[layout]
+    planted, how = (TIGHT, (PLANS, partial(cut_by, seed))), {"family": "qwen3-vl", "most_rows": 1}
+    arguments = arguments_with(overrides | {"num_layers": 4})
+    fine(run_ranks(ranks, errors_of, arguments, (None, seed), *planted, **how))
+
+
+def never_back(self, places, level, gradient):
+    """Loses gradients on their way to host memory."""
+    self._gradients.zero_()
+    return ADD(self, places, level, gradient)
+
+
+@SLOW
+def test_gradients_that_are_not_parked_are_seen(run_ranks):
+    planted = TIGHT, (f"{MEDIA}.RowStore.add", never_back)
+    errors, _ = run_ranks(2, errors_of, arguments_of(), (None,), *planted, most_rows=1)[0]
+    assert errors[None] > 1e-6
+
+
+@gradients.seldom_compiled
+def too_many(arguments):
+    """Body of a rank: what a step says of a micro-batch with more rows than fit."""
+    parallel.initialise(arguments)
+    session = session_of(arguments)
+    session.attach_encoder(Encoder(), most_rows=30)
+    with pytest.raises(ValueError) as error:
+        session.step(batch_with_items())
+    parallel.finish()
+    return str(error.value)
+
+
+@SLOW
+def test_a_micro_batch_of_too_many_rows_is_one_sentence_on_every_rank(run_ranks):
+    first, second = run_ranks(2, too_many, arguments_of(**PP2))
+    assert first == second and "expected at most 30, as --hdp-encoder-rows says" in first

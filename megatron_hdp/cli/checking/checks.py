@@ -10,6 +10,7 @@ from megatron_hdp.cli.checking.encoder import (
     EncoderForecast,
     encoder_of,
     encodes_in_gaps,
+    fitting_rows,
     in_gaps,
     with_encoder,
     with_encoding,
@@ -216,6 +217,9 @@ def _add_memory(found: Finding, job: Job, cost_model: CostModel | None) -> None:
         patches = found.encoder.patches_per_pack
         fitting_patches = int(patches * (1 - (memory.total - usable) / memory.pack))
         remedy = f"--hdp-encoder-patches {fitting_patches:,} fits, if no picture has more"
+    if not fitting and found.encoder is not None and memory.total - memory.rows < usable:
+        rows = fitting_rows(found.encoder, usable - memory.total + memory.rows)
+        remedy = f"--hdp-encoder-rows {rows:,} fits, if no micro-batch has more"
     if fitting >= job.tensor_ranks:
         remedy = (
             f"--hdp-tokens-per-rank {min(fitting, job.tokens_per_rank):,} fits"
@@ -235,7 +239,7 @@ def _check_host(found: Finding, job: Job) -> None:
     usable = (1 - RESERVE) * found.host_memory_bytes
     if found.node_host_bytes <= usable:
         return
-    of_gpu = usable / found.node_gpus - found.copies_bytes
+    of_gpu = usable / found.node_gpus - found.copies_bytes - found.parked_bytes
     remedy = f"set --hdp-host-memory-gb {math.floor(of_gpu / 1e8) / 10}, or --hdp-offload off"
     of_stream = kept_of_stream(job) * found.streamed_tokens
     if found.longest_stream_tokens is not None and of_stream > of_gpu:
@@ -243,10 +247,11 @@ def _check_host(found: Finding, job: Job) -> None:
     if of_gpu <= 0:
         remedy = "use more HDP ranks, or set --hdp-optimizer-copies off"
     copies = ["--hdp-optimizer-copies on"] if found.copies_bytes else []
-    what = " and ".join((["--hdp-offload auto"] if found.host_bytes else []) + copies)
+    rows = ["--hdp-encoder-rows"] if found.parked_bytes else []
+    what = " and ".join((["--hdp-offload auto"] if found.host_bytes else []) + rows + copies)
     found.refusals.append(
         f"{what}: {found.node_gpus} GPUs of a node x "
-        f"{(found.host_bytes + found.copies_bytes) / 1e9:.1f} GB = "
+        f"{found.node_host_bytes / found.node_gpus / 1e9:.1f} GB = "
         f"{found.node_host_bytes / 1e9:,.1f} GB may lie in its memory, expected at most "
         f"{usable / 1e9:,.1f} GB ({found.host_memory_bytes / 1e9:,.1f} less {RESERVE:.0%} "
         f"reserve): {remedy}"

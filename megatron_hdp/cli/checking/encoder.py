@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from megatron_hdp.encoders import ItemEncoder
     from megatron_hdp.megatron.options import TrainingArguments
 
-_ROWS_IN, _ROWS_OUT = 4, 3
+_ROWS_IN, _ROWS_OUT = 2, 3
 """Copies of rows at the busiest moment, when gradients go back. Of those that a rank has been
-given: they, their gradients, both levels by levels and as they are sent. Of those that it has made:
-they, and what arrives for them, before and after it is summed."""
+given: they and their gradients. Of those that it has made: they, and what arrives for them, before
+and after it is summed."""
+_PARKED_IN, _PARKED_OUT = 1, 2
+"""The same of a wave, where all others are parked in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,9 @@ class EncoderForecast:
     """What its items are called."""
     num_items: int | None = None
     num_rows: int | None = None
+    row_bytes: int = 0
+    parked_bytes: float = 0.0
+    """Of rows and gradients that wait in host memory, of a GPU."""
     step_s: float = 0.0
     """Seconds that a step takes more, at most."""
     outside_s: float | None = None
@@ -124,6 +129,13 @@ def with_encoder(
         pack_bytes=forecast.patches_per_pack * kept * bool(trained),
     )
     return replace(job, encoder=memory), forecast
+
+
+def fitting_rows(encoder: EncoderForecast, free_bytes: float) -> int:
+    """The most rows for ``--hdp-encoder-rows`` that so many bytes of a GPU have room for."""
+    if not encoder.row_bytes:
+        return 0
+    return int(free_bytes / (encoder.row_bytes * (_PARKED_IN + _PARKED_OUT)))
 
 
 def with_encoding(step: StepForecast, encoder: EncoderForecast, num_gpus: int) -> StepForecast:
@@ -222,8 +234,10 @@ def _planned(
     rows = patches // encoder.patches_per_row
     held = np.bincount(batch.consumers, weights=rows).max() * job.token_share
     given, largest = _of_calls(job, encoder, batch, made)
+    width = encoder.levels * job.shape.hidden_size * job.value_bytes
     forecast = replace(
         forecast,
+        row_bytes=width,
         patches_per_pack=largest,
         items=sizes.names,
         num_items=len(patches),
@@ -232,8 +246,11 @@ def _planned(
         efficiency=figures.efficiency,
         flop=encoder.training_flop(patches),
     )
-    width = encoder.levels * job.shape.hidden_size * job.value_bytes
-    return forecast, width * (_ROWS_IN * held + _ROWS_OUT * given)
+    most = arguments.hdp_encoder_rows
+    if most is None or max(held, given) <= most:
+        return forecast, width * (_ROWS_IN * held + _ROWS_OUT * given)
+    of_wave = _PARKED_IN * min(held, most) + _PARKED_OUT * min(given, most)
+    return replace(forecast, parked_bytes=width * (_ROWS_IN * held + given)), width * of_wave
 
 
 def _of_calls(

@@ -76,7 +76,12 @@ class Finding:
     @property
     def node_host_bytes(self) -> float:
         """What the GPUs of one node have in its memory, at most."""
-        return (self.host_bytes + self.copies_bytes) * self.node_gpus
+        return (self.host_bytes + self.copies_bytes + self.parked_bytes) * self.node_gpus
+
+    @property
+    def parked_bytes(self) -> float:
+        """Rows of items of one GPU that wait in host memory, and their gradients."""
+        return self.encoder.parked_bytes if self.encoder else 0.0
 
     @property
     def node_gpus(self) -> int:

@@ -18,7 +18,7 @@ _ROWS = (
     ("ring_buffers", "ring buffers", "{ring_buffers}{streams}"),
     ("second_stream", "second stream", "of TransformerEngine's ring, in separate memory"),
     ("in_flight", "ring transfers", "of TransformerEngine's ring, freed and not yet passed"),
-    ("rows", "rows of items", "of a step, their gradients, both as they are sent"),
+    ("rows", "rows of items", "{rows} and their gradients, with what is sent"),
     ("pack", "a call's items", "{pack} patches, not at the same time as activations"),
     ("loss", "loss", "hidden states, a chunk of logits"),
     ("runtime", "CUDA, NCCL", "{runtime}"),
@@ -136,6 +136,7 @@ def _table(finding: Finding, job: Job, memory: StageMemory) -> list[str]:
         else "K and V twice, their float32 gradients twice",
         "streams": ", all three times: streams" if job.streams else "",
         "pack": f"{finding.encoder.patches_per_pack:,}" if finding.encoder else "",
+        "rows": "of a wave" if finding.parked_bytes else "of a step",
         "runtime": f"assumed, {num_communicators(job)} communicators"
         if job.runtime_bytes is None
         else "measured",
@@ -204,7 +205,12 @@ def _step_lines(finding: Finding) -> list[str]:
             f"  copies              {finding.copies_bytes / 1e9:.1f} GB of host memory a GPU: two "
             "versions of its optimizer shard, two of a neighbour's"
         )
-    if finding.host_bytes or finding.copies_bytes:
+    if finding.parked_bytes:
+        lines.append(
+            f"  parked rows         {finding.parked_bytes / 1e9:.1f} GB of host memory a GPU, and "
+            "their gradients"
+        )
+    if finding.node_host_bytes:
         node = f"{finding.node_host_bytes / 1e9:,.1f} GB a node of {finding.gpus_per_node} GPUs"
         known = finding.host_memory_bytes
         of = "not checked: give --host-memory" if known is None else f"of {known / 1e9:,.1f}"

@@ -35,7 +35,7 @@ from megatron_hdp.data.steps import (
 )
 from megatron_hdp.media import ItemBatch, ItemPlan, evaluate_items, plan_items
 from megatron_hdp.media.rows import RowExchange, row_exchange
-from megatron_hdp.media.waves import even_starts, wave_starts, waves_of
+from megatron_hdp.media.waves import even_starts, fitting_starts, wave_starts, waves_of
 from megatron_hdp.megatron.media.calls import EncoderCall, calls_of, makers_of, pieces_of
 from megatron_hdp.megatron.media.damaged import agree_on_damages
 from megatron_hdp.megatron.media.items import BatchMedia, ItemHolder, MediaEncoder
@@ -59,6 +59,8 @@ class Encoding:
     balance: str = "step"
     waves: int | None = None
     """Exchanges of a step; None: by its micro-batches and the pipeline's stages."""
+    most_rows: int | None = None
+    """That a rank holds on its device; in a step of more they are parked in host memory."""
 
 
 class JobEncoder:
@@ -103,9 +105,16 @@ class JobEncoder:
     ) -> StepMedia:
         """What this rank does with a batch's items; communicates nothing, and reads no token."""
         wanted, readers, slots, num_slots = self._wanted(batch, media, plan, source)
+        one_wave = self._items(media, readers, slots)
         starts = self._starts(num_slots)
-        planned = self._planned(media, readers, slots, starts)
-        waves = planned[0].waves
+        is_parked = False
+        if (most := self.how.most_rows) is not None:
+            rows_of = self._rows_of_waves(media, one_wave, wanted, num_slots)
+            if is_parked := rows_of(0, num_slots) > most:
+                starts = fitting_starts(starts, num_slots, rows_of, most)
+        in_waves = replace(one_wave, waves=waves_of(slots, starts) if len(starts) > 1 else None)
+        planned = in_waves, self._plan(in_waves)
+        waves = in_waves.waves
         of_item = np.zeros_like(slots) if waves is None else waves
         of_row = np.repeat(of_item, media.counts)
         pieces = pieces_of(media, planned[1], self.encoder)
@@ -116,7 +125,7 @@ class JobEncoder:
             made = [_NO_ROWS, *(one.rows for one in calls if one.wave == wave)]
             here = [rows[of_row[rows] == wave] for rows in wanted]
             exchanges.append(row_exchange(self._rank, here, makers, np.concatenate(made)))
-        return StepMedia(self, batch, media, calls, exchanges, planned)
+        return StepMedia(self, batch, media, calls, exchanges, planned, is_parked)
 
     def _wanted(
         self, batch: ItemHolder, media: BatchMedia, plan: Plan, source: TokenSource
@@ -154,13 +163,29 @@ class JobEncoder:
             return wave_starts(num_slots, self.place.num_stages)
         return even_starts(num_slots, self.how.waves)
 
-    def _planned(
-        self, media: BatchMedia, readers: Int32Array, slots: Int32Array, starts: Int64Array
-    ) -> tuple[ItemBatch, ItemPlan]:
-        """The step's items, and who encodes what."""
+    def _rows_of_waves(
+        self, media: BatchMedia, items: ItemBatch, wanted: Sequence[Int64Array], num_slots: int
+    ) -> Callable[[int, int], int]:
+        """What tells how many rows a wave of slots has on the rank that wants or makes most."""
+        slots = items.micro_batches
+        of_row = np.repeat(slots, media.counts)
+        want = np.array([np.bincount(of_row[rows], minlength=num_slots) for rows in wanted])
+
+        def rows_of(begin: int, end: int) -> int:
+            here = np.flatnonzero((slots >= begin) & (slots < end))
+            if not len(here):
+                return 0
+            some, plan = media.only(here), self._plan(items.of_wave(here))
+            made = np.bincount(makers_of(some, plan, pieces_of(some, plan, self.encoder)))
+            return int(max(want[:, begin:end].sum(axis=1).max(), made.max()))
+
+        return rows_of
+
+    def _items(self, media: BatchMedia, readers: Int32Array, slots: Int32Array) -> ItemBatch:
+        """The step's items, in one wave."""
         per_row, num_ranks = self.encoder.patches_per_row, dist.get_world_size()
         patches, most_ranks = media.counts * per_row, getattr(self.encoder, "most_ranks", None)
-        batch = ItemBatch(
+        return ItemBatch(
             patches=patches,
             consumers=readers,
             micro_batches=slots,
@@ -169,9 +194,11 @@ class JobEncoder:
             patches_per_row=per_row,
             patches_per_pack=max(self.encoder.patches_per_pack, int(patches.max(initial=0))),
             most_ranks=1 if most_ranks is None else most_ranks(media.items),
-            waves=waves_of(slots, starts) if len(starts) > 1 else None,
         )
-        return batch, plan_items(batch, self.encoder.cost, self.how.balance)
+
+    def _plan(self, items: ItemBatch) -> ItemPlan:
+        """Who encodes what; waves are planned one by one, so a wave is what it is alone."""
+        return plan_items(items, self.encoder.cost, self.how.balance)
 
     def is_of(self, tensor_rank: int, micro_batch: RankMicroBatch) -> BoolArray:
         """Which tokens' embeddings a tensor rank has, ``[t]``: all, or its share of each part."""
@@ -215,6 +242,8 @@ class StepMedia:
     """Of each wave."""
     planned: tuple[ItemBatch, ItemPlan]
     """The step's items, and who encodes what."""
+    is_parked: bool = False
+    """Whether rows wait in host memory."""
     damaged: dict[int, str] = field(default_factory=dict)
     _unreadable: ValueError | None = None
     _store: RowStore | None = None
@@ -289,13 +318,15 @@ class StepMedia:
             job.timeline,
             learns=learns,
             is_counted=job.is_sharded or job.place.tensor_rank == 0,
+            is_parked=self.is_parked,
         )
         self._made, self._mistake = [], None
         for wave in range(len(self.exchanges)):
-            self._made.append(self._encoded(wave))
+            made = self._encoded(wave)
             if wave == 0:  # without it no rank computes anything
                 on_every_rank(self._require_no_mistake, device)
-            store.send(self._made[wave])
+            store.send(made)
+            self._made.append(made.cpu() if self.is_parked else made)
         placed = tuple(self.media.with_positions(one) for one in micro_batches)
         if job.place.is_first_stage:
             for one in placed:
@@ -392,7 +423,7 @@ class StepMedia:
                     rows = self._tried(partial(self._called, call))
                 if rows is None:
                     continue
-                if not torch.equal(rows.detach(), made[here]):
+                if not torch.equal(rows.detach(), made[here].to(rows.device)):
                     self._mistake = self._mistake or (
                         f"found other rows of {call} on the encoder's "
                         "second run than on its first, expected the same bits: it may draw nothing "

@@ -135,6 +135,11 @@ class BatchMedia:
         """The number of each item's first row, ``[items]``."""
         return np.cumsum(self.counts) - self.counts
 
+    def only(self, items: Int64Array) -> BatchMedia:
+        """Some of them by themselves, in no sequence."""
+        some = [self.items[item] for item in items.tolist()]
+        return BatchMedia(some, self.counts[items], np.zeros(0, dtype=np.int64), {})
+
     def rows_of(self, item: int) -> Int64Array:
         """The numbers of an item's rows."""
         return np.arange(self.firsts[item], self.firsts[item] + self.counts[item])

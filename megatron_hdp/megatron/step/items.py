@@ -56,7 +56,9 @@ class StepItems:
         if arguments.hdp_encoder is None:
             return None
         chunks = executor.chunks
-        how = Encoding(arguments.hdp_media_balance, arguments.hdp_media_waves)
+        how = Encoding(
+            arguments.hdp_media_balance, arguments.hdp_media_waves, arguments.hdp_encoder_rows
+        )
         encoder = JobEncoder(
             encoder_of(chunks[0]),
             arguments,
