@@ -73,7 +73,7 @@ def test_pictures_of_a_step(model, tmp_path):
     assert encoder.step_s == pytest.approx(2 * 4 * (1024 * linear + 1024**2 * quadratic) / 400e12)
     assert found.step.step_s - text.step.step_s == pytest.approx(encoder.step_s)
     held, made = 4 * 256 / 2, 2 * 256  # four of sixteen for a pair of tensor ranks; two a GPU
-    assert found.memory.rows == 2 * 1024 * 2 * (4 * held + 3 * made)
+    assert found.memory.rows == 2 * 1024 * 2 * (2 * held + 3 * made)
     flop = text.step.flops_per_s * text.step.step_s * 8 + encoder.flop
     assert found.step.flops_per_s == pytest.approx(flop / found.step.step_s / 8)
     assert "efficiency 1.000: 16 items, 4,096 rows" in as_text(found)
@@ -92,6 +92,25 @@ def test_stages_encode_in_their_gaps(model, tmp_path):
     assert found.step.step_s == pytest.approx(text.step.step_s + encoder.step_s)
     assert "of it, in gaps of the pipeline; " in as_text(found)
     assert "gaps" not in as_text(found_of(model(*lines, "hdp-media-waves: 1"), **how))
+
+
+def test_rows_that_do_not_fit(model, tmp_path):
+    """A limit is named that fits; then the others are parked in host memory."""
+    sizes = tmp_path / "sizes.txt"
+    sizes.write_text("512 512\n" * 400_000)
+    given, memory = {"items": str(sizes)}, {"host_memory_bytes": 4e12}
+    assert found_of(model()).is_sound
+    (refusal,) = found_of(model(), **given).refusals
+    fitting = int(refusal.split("--hdp-encoder-rows ")[1].split(" fits")[0].replace(",", ""))
+    found = found_of(model(f"hdp-encoder-rows: {fitting}"), **given, **memory)
+    assert found.is_sound
+    assert found.memory.rows == 2 * 1024 * 2 * 3 * fitting
+    assert found.parked_bytes == 2 * 1024 * 2 * 3 * 400_000 * 256 / 8
+    assert "of a wave" in as_text(found) and "parked rows" in as_text(found)
+    assert not found_of(model(f"hdp-encoder-rows: {fitting + 10_000}"), **given).is_sound
+    memory["host_memory_bytes"] = 1e11
+    (refusal,) = found_of(model(f"hdp-encoder-rows: {fitting}"), **given, **memory).refusals
+    assert refusal.startswith("--hdp-encoder-rows")
 
 
 def test_a_call_that_does_not_fit(model, tmp_path):

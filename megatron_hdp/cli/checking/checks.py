@@ -204,7 +204,7 @@ def _add_memory(found: Finding, job: Job, cost_model: CostModel | None) -> None:
     )
     if job.streams and found.host_memory_bytes is not None:
         of_gpu = (1 - RESERVE) * found.host_memory_bytes / found.node_gpus
-        of_gpu = max(0.0, of_gpu - found.copies_bytes)
+        of_gpu = max(0.0, of_gpu - found.copies_bytes - found.parked_bytes)
         held = _longest_stream(job, cost_model, of_gpu)
         found.longest_stream_tokens = int(held) * job.hdp_ranks
     _check_host(found, job)
