@@ -53,6 +53,9 @@ LAYOUTS = {  # ranks, flags
     "pp2-v2": (2, STAGES | {"num_virtual_stages_per_pipeline_rank": 2}),
     "pp2-parts": (4, PARTS | SHARDED),
     "home": (3, {"hdp_media_balance": "home"}),
+    "three-waves": (3, {"hdp_media_waves": 3}),
+    "parked": (2, SHARDED | {"hdp_encoder_rows": 24, "hdp_media_waves": 1}),
+    "parked-pp2": (2, STAGES | {"hdp_encoder_rows": 24}),
     "recomputed": (
         2,
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
