@@ -9,13 +9,13 @@ from megatron_hdp.media.gaps import (
     gap_choices,
     gaps_of,
     slots_of_micro_batches,
-    wave_choices,
 )
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
 from megatron_hdp.media.lanes import ItemLanes, item_lanes
 from megatron_hdp.media.patches import Patches, Sound
 from megatron_hdp.media.planning import dealt, plan_in_gaps, plan_items
 from megatron_hdp.media.positions import MRope, RowGrid, row_positions
+from megatron_hdp.media.waves import wave_choices
 from megatron_hdp.options import BALANCES as ITEM_STRATEGIES
 from megatron_hdp.options import PATCHES_PER_PACK
 

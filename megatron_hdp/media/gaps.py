@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hdp.arrays import Float64Array, Int32Array, Int64Array
+from megatron_hdp.media.waves import wave_choices
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.planner.lockstep import PADDING, slots
 from megatron_hdp.planner.parts import time_shares
@@ -30,25 +31,6 @@ class PipelineGaps:
     """When the last one ends its backward on the first stage, ``[waves]``."""
     makespan_s: float
     """Until the last rank ends."""
-
-
-# First slots of waves, and last ones, counted from the end.
-_ENDS = (((), ()), ((2,), (2,)), ((2, 4), (2, 4)), ((1, 2, 4), (4,)))
-
-
-def wave_choices(num_slots: int) -> list[Int64Array]:
-    """Return ways to cut a step's slots into waves; each has the first slots of its own.
-
-    Slots at the ends are waves of their own: rows of the first are wanted at once, and gradients of
-    the last come when nobody has time. The more waves, the fewer items each has to deal evenly.
-    """
-    doubled = tuple(2**i for i in range(num_slots.bit_length()) if 2 ** (i + 1) <= num_slots)
-    found: dict[tuple[int, ...], Int64Array] = {}
-    for front, back in (*_ENDS, (doubled, doubled)):
-        starts = {0, *front, *(num_slots - one for one in back)}
-        kept = tuple(sorted(one for one in starts if 0 <= one < num_slots))
-        found[kept] = np.array(kept, dtype=np.int64)
-    return list(found.values())
 
 
 def gaps_of(

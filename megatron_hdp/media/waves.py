@@ -6,24 +6,23 @@ import numpy as np
 
 from megatron_hdp.arrays import Int32Array, Int64Array
 
+# First slots of waves, and last ones, counted from the end.
+_ENDS = (((), ()), ((2,), (2,)), ((2, 4), (2, 4)), ((1, 2, 4), (4,)))
 
-def wave_starts(num_slots: int, stages: int) -> Int64Array:
-    """Return the first slot of each wave, where ranks of late stages wait in the pipeline's ends.
 
-    Waves are short at both ends of the step, where ranks wait, and each twice as long as its
-    neighbour towards the middle: about 2 log2 of the slots. Without stages there is one.
+def wave_choices(num_slots: int) -> list[Int64Array]:
+    """Return ways to cut a step's slots into waves; each has the first slots of its own.
 
-    Args:
-        num_slots: micro-batches of the rank that has most.
-        stages: of the pipeline.
+    Slots at the ends are waves of their own: rows of the first are wanted at once, and gradients of
+    the last come when nobody has time. The more waves, the fewer items each has to deal evenly.
     """
-    if stages == 1:
-        return np.zeros(1, dtype=np.int64)
-    distances = [0]
-    while (distance := max(1, 2 * distances[-1])) <= num_slots // 2:
-        distances.append(distance)
-    found = {*distances, *(num_slots - one for one in distances[1:])}
-    return np.array(sorted(found), dtype=np.int64)
+    doubled = tuple(2**i for i in range(num_slots.bit_length()) if 2 ** (i + 1) <= num_slots)
+    found: dict[tuple[int, ...], Int64Array] = {}
+    for front, back in (*_ENDS, (doubled, doubled)):
+        starts = {0, *front, *(num_slots - one for one in back)}
+        kept = tuple(sorted(one for one in starts if 0 <= one < num_slots))
+        found[kept] = np.array(kept, dtype=np.int64)
+    return list(found.values())
 
 
 def even_starts(num_slots: int, num_waves: int) -> Int64Array:

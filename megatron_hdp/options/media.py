@@ -50,5 +50,5 @@ class MediaOptions:
         minimum=1,
         help="Exchanges in which rows of pictures travel in a step: a micro-batch waits for those "
         "of its own and earlier ones alone, so that late pipeline stages encode while the first "
-        "one computes. auto: by the micro-batches of a step where there are stages, else one.",
+        "one computes. auto: as many as make a step of stages shortest, else one.",
     )

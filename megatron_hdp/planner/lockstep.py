@@ -71,6 +71,12 @@ def slots(
     ]
 
 
+def stands_in_place(plan: Plan) -> bool:
+    """Whether every micro-batch stands at one position in its ranks' lists, without padding."""
+    lists = [plan.micro_batches_of(rank) for rank in range(plan.num_ranks)]
+    return plan.positions is None and _are_aligned(plan, lists)
+
+
 def padding_parts(
     plan: Plan, slots: Sequence[Int64Array], *, lockstep_ranks: int = 1
 ) -> list[Int64Array]:

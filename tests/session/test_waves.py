@@ -4,6 +4,7 @@ import itertools
 import time
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from unittest import mock
@@ -62,6 +63,20 @@ def test_a_late_stage_encodes_while_the_first_one_computes(run_ranks):
         (f"{MEDIA}.StepMedia._encoded", encodes_once_rows_were_taken),
     )
     fine(run_ranks(2, errors_of, arguments_of(**PP2), (None,), *planted, waves=3))
+
+
+@SLOW
+@pytest.mark.parametrize("share", [1e-13, 1.0])
+def test_late_stages_encode_more_where_they_would_wait(run_ranks, share):
+    """Pictures that take little are encoded by the last stage; of many each stage has its part."""
+    cost = replace(Encoder.cost, patch_s=share, patch2_s=0.0, pack_s=0.0)
+    found = run_ranks(
+        2, errors_of, arguments_of(**PP2), (None,), ("tests.support.media.Encoder.cost", cost)
+    )
+    fine(found)
+    first, last = (sum(map(sum, calls)) for calls in found[0][1])
+    assert first + last == 2 * sum(len(one.data) for one in batch_with_items().media)
+    assert last > 3 * first if share < 1 else last < 2 * first
 
 
 @SLOW

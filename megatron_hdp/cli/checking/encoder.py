@@ -147,7 +147,7 @@ def with_encoding(step: StepForecast, encoder: EncoderForecast, num_gpus: int) -
 
 def encodes_in_gaps(arguments: "TrainingArguments", job: Job) -> bool:
     """Whether ranks of late stages encode while they would wait for the first micro-batch."""
-    is_asked = arguments.hdp_media_waves is None
+    is_asked = arguments.hdp_media_waves is None and arguments.hdp_encoder_rows is None
     return is_asked and job.stages > 1 and knows_stages(arguments.hdp_strategy)
 
 

@@ -33,9 +33,16 @@ from megatron_hdp.data.steps import (
     read_micro_batch,
     shares_of,
 )
-from megatron_hdp.media import ItemBatch, ItemPlan, evaluate_items, plan_items
+from megatron_hdp.media import (
+    ItemBatch,
+    ItemPlan,
+    evaluate_items,
+    gap_choices,
+    plan_in_gaps,
+    plan_items,
+)
 from megatron_hdp.media.rows import RowExchange, row_exchange
-from megatron_hdp.media.waves import even_starts, fitting_starts, wave_starts, waves_of
+from megatron_hdp.media.waves import even_starts, fitting_starts, waves_of
 from megatron_hdp.megatron.media.calls import EncoderCall, calls_of, makers_of, pieces_of
 from megatron_hdp.megatron.media.damaged import agree_on_damages
 from megatron_hdp.megatron.media.items import BatchMedia, ItemHolder, MediaEncoder
@@ -44,7 +51,9 @@ from megatron_hdp.megatron.model import FIRST_MARK, require_layers, rows_for_mar
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.parallel import RankPlace, compute_device, rows_group
 from megatron_hdp.planner import Plan
+from megatron_hdp.planner.lockstep import stands_in_place
 from megatron_hdp.runtime.gathering import on_every_rank, outcome_of
+from megatron_hdp.runtime.health import fingerprint, require_agreement
 from megatron_hdp.runtime.timeline import ENCODER, Timeline
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
@@ -58,9 +67,14 @@ class Encoding:
 
     balance: str = "step"
     waves: int | None = None
-    """Exchanges of a step; None: by its micro-batches and the pipeline's stages."""
+    """Exchanges of a step; None: as many as fill the gaps of its pipelines."""
     most_rows: int | None = None
     """That a rank holds on its device; in a step of more they are parked in host memory."""
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether ranks of pipelines encode where they would wait: they make unequal rows."""
+        return self.waves is None and self.most_rows is None
 
 
 class JobEncoder:
@@ -106,16 +120,19 @@ class JobEncoder:
         """What this rank does with a batch's items; communicates nothing, and reads no token."""
         wanted, readers, slots, num_slots = self._wanted(batch, media, plan, source)
         one_wave = self._items(media, readers, slots)
-        starts = self._starts(num_slots)
         is_parked = False
-        if (most := self.how.most_rows) is not None:
-            rows_of = self._rows_of_waves(media, one_wave, wanted, num_slots)
-            if is_parked := rows_of(0, num_slots) > most:
-                starts = fitting_starts(starts, num_slots, rows_of, most)
-        in_waves = replace(one_wave, waves=waves_of(slots, starts) if len(starts) > 1 else None)
-        planned = in_waves, self._plan(in_waves)
-        waves = in_waves.waves
-        of_item = np.zeros_like(slots) if waves is None else waves
+        if self._knows_gaps(plan):
+            planned = self._planned_in_gaps(one_wave, plan)
+        else:
+            starts = even_starts(num_slots, self.how.waves or 1)
+            if (most := self.how.most_rows) is not None:
+                rows_of = self._rows_of_waves(media, one_wave, wanted, num_slots)
+                if is_parked := rows_of(0, num_slots) > most:
+                    starts = fitting_starts(starts, num_slots, rows_of, most)
+            waves = waves_of(slots, starts) if len(starts) > 1 else None
+            in_waves = replace(one_wave, waves=waves)
+            planned = in_waves, self._plan(in_waves)
+        of_item = np.zeros_like(slots) if planned[0].waves is None else planned[0].waves
         of_row = np.repeat(of_item, media.counts)
         pieces = pieces_of(media, planned[1], self.encoder)
         makers = makers_of(media, planned[1], pieces)
@@ -157,12 +174,6 @@ class JobEncoder:
         first = np.minimum.reduceat(slots, media.firsts)
         return wanted, readers[media.firsts], first, num_slots
 
-    def _starts(self, num_slots: int) -> Int64Array:
-        """The first slot of each wave."""
-        if self.how.waves is None:
-            return wave_starts(num_slots, self.place.num_stages)
-        return even_starts(num_slots, self.how.waves)
-
     def _rows_of_waves(
         self, media: BatchMedia, items: ItemBatch, wanted: Sequence[Int64Array], num_slots: int
     ) -> Callable[[int, int], int]:
@@ -195,6 +206,23 @@ class JobEncoder:
             patches_per_pack=max(self.encoder.patches_per_pack, int(patches.max(initial=0))),
             most_ranks=1 if most_ranks is None else most_ranks(media.items),
         )
+
+    def _knows_gaps(self, plan: Plan) -> bool:
+        """Whether it is known when ranks wait: not of plans that are run with padding."""
+        if not self.how.has_gaps or self.place.num_stages == 1:
+            return False
+        return self._settings.lockstep_ranks > 1 or stands_in_place(plan)
+
+    def _planned_in_gaps(self, items: ItemBatch, plan: Plan) -> tuple[ItemBatch, ItemPlan]:
+        """The items in waves, and who encodes what; ranks that wait in this plan encode more."""
+        choices = gap_choices(
+            plan,
+            self._settings.times_of(plan),
+            items.micro_batches,
+            tensor_ranks=self.place.num_tensor_ranks,
+            lockstep_ranks=self._settings.lockstep_ranks,
+        )
+        return plan_in_gaps(items, self.encoder.cost, choices, self.how.balance)
 
     def _plan(self, items: ItemBatch) -> ItemPlan:
         """Who encodes what; waves are planned one by one, so a wave is what it is alone."""
@@ -282,7 +310,15 @@ class StepMedia:
         return tuple(self.media.with_text_behind(self.batch, one) for one in micro_batches)
 
     def agree_on_damages(self, most_damaged: int) -> None:
-        """Leaves sequences with damaged pictures out; see `damaged.agree_on_damages`."""
+        """Leaves sequences with damaged pictures out; see `damaged.agree_on_damages`.
+
+        Raises:
+            DisagreementError: ranks have planned differently who encodes what.
+        """
+        batch, made = self.planned
+        columns = (made.first_ranks, made.degrees, made.turns, made.phases, batch.waves)
+        fact = fingerprint(*(None if one is None else one.tobytes() for one in columns))
+        require_agreement({"who encodes which items": fact}, compute_device())
         self.damaged = agree_on_damages(self.batch, self._damages_here, most_damaged)
 
     def _stored(self) -> dict[int, StoredItem]:
