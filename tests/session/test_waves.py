@@ -302,7 +302,7 @@ def test_the_device_holds_few_rows(run_ranks):
     found = run_ranks(2, peaks_of, arguments_of(**PP2), most_rows=most)
     for (evaluated, learnt, parked, losses), (*_, expected) in zip(found, whole, strict=True):
         assert evaluated <= most and 0 < learnt <= 2 * most
-        assert len(parked) == 2 and all(num > 2 for _, num in parked)
+        assert len(parked) == 3 and all(num > 2 for _, num in parked)  # gradients of one of both
         assert losses == pytest.approx(expected, rel=1e-12)
     assert found[0][0] > 0 and found[0][2][0][0] == total and found[1][2][0][0] == 0
 

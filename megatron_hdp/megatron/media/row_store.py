@@ -75,8 +75,8 @@ class RowStore:
         self._ends = np.cumsum(counts)
         self._like, self._is_parked, self._is_counted = like, is_parked, is_counted
         total = int(counts.sum())
-        self._rows = self._on_host(total) if is_parked else self._on_device(total)
-        self._gradients = torch.zeros_like(self._rows) if learns else None
+        held = self._on_host if is_parked else self._on_device
+        self._rows, self._gradients = held(total), held(total).zero_() if learns else None
         self._anchor = torch.zeros(1, device=like.device, requires_grad=learns)
         self._missing = counts * levels
         """Of each wave, gradients that have not come."""
