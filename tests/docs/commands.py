@@ -318,10 +318,6 @@ COMMANDS = {
     "python scripts/benchmarks/reproduce_overlord.py": Elsewhere(
         "tests/scripts/benchmarks/test_reproduce_overlord.py::test_it_prints_its_tables"
     ),
-    "python scripts/benchmarks/bench_gaps.py --pictures 1.7": Elsewhere(
-        "tests/scripts/benchmarks/test_reproduce_overlord.py"
-        "::test_pictures_in_gaps_take_next_to_nothing"
-    ),
     "python scripts/gpu/bench_loss.py --device cpu --small": Elsewhere(
         "tests/scripts/gpu/test_gpu_benches.py::test_a_small_run", needs="slow"
     ),
