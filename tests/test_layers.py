@@ -81,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
     "megatron/step": {
         *{"megatron", "megatron/options", "megatron/model", "megatron/execution"},
         *{"megatron/checkpoint", "megatron/media"},
-        *{"planner", "data", "data_plane", "simulator", "runtime"},
+        *{"planner", "media", "data", "data_plane", "simulator", "runtime"},
     },
     "megatron/world": {
         *{"megatron", "megatron/options", "megatron/optimizer", "megatron/execution"},

@@ -12,6 +12,7 @@ from megatron_hdp.media.gaps import (
 )
 from megatron_hdp.media.items import ItemBatch, ItemPlan, ItemPlanError
 from megatron_hdp.media.lanes import ItemLanes, item_lanes
+from megatron_hdp.media.learnt_cost import LearntCost
 from megatron_hdp.media.patches import Patches, Sound
 from megatron_hdp.media.planning import dealt, plan_in_gaps, plan_items
 from megatron_hdp.media.positions import MRope, RowGrid, row_positions
@@ -30,6 +31,7 @@ __all__ = [
     "ItemLanes",
     "ItemPlan",
     "ItemPlanError",
+    "LearntCost",
     "Limits",
     "MRope",
     "Patches",

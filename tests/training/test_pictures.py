@@ -10,6 +10,7 @@ import torch
 from megatron_hdp.convert.to_hugging_face import to_hugging_face
 from megatron_hdp.convert.to_megatron import to_megatron
 from megatron_hdp.encoders import Qwen3VLEncoder
+from megatron_hdp.media import LearntCost
 from megatron_hdp.megatron.options import parse_arguments
 from megatron_hdp.training.loop import pretrain
 from tests.data.media import sources
@@ -190,6 +191,37 @@ def test_either_side_may_be_frozen(run_ranks, tmp_path, frozen):
     expected = trained(run_ranks, whole, **ALONE)
     assert largest_difference(trained(run_ranks, whole, 2), expected) <= 1e-10
     assert len({loss for _, loss, *_ in expected}) == 3
+
+
+def costs_of_run(arguments):
+    """Body of a rank: losses, and by what costs items of each step were planned."""
+    found = []
+
+    def of_step(self, step):
+        found.append((step, OF_STEP(self, step).patch_s))
+        return OF_STEP(self, step)
+
+    with mock.patch.object(LearntCost, "of_step", of_step):
+        told = losses(arguments)
+    return told, dict(found)
+
+
+OF_STEP = LearntCost.of_step
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["rings", "pp2-v2"])
+def test_what_items_cost_is_learnt(run_ranks, tmp_path, name):
+    """All ranks plan each step by the same cost, that of the shape until two steps are known."""
+    ranks, flags = LAYOUTS[name]
+    whole = pictures_run(tmp_path, steps=5)
+    expected = trained(run_ranks, whole, **ALONE)
+    (found, costs), *others = run_ranks(
+        ranks, costs_of_run, replace(whole, hdp_online=True, **flags)
+    )
+    assert largest_difference(found, expected) <= 1e-10
+    assert all(of_rank == costs for _, of_rank in others)
+    assert costs[0] == costs[1] == costs[2] and len({costs[step] for step in range(2, 5)}) == 3
 
 
 @SLOW

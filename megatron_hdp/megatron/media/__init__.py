@@ -1,5 +1,6 @@
 """Items of a step, encoded over all ranks of the job."""
 
+from megatron_hdp.megatron.media.calls import work_of_calls
 from megatron_hdp.megatron.media.drawn import DrawnItems, items_of
 from megatron_hdp.megatron.media.encoding import Encoding, JobEncoder, StepMedia
 from megatron_hdp.megatron.media.items import BatchMedia, MediaEncoder, MediaItem
@@ -13,4 +14,5 @@ __all__ = [
     "MediaItem",
     "StepMedia",
     "items_of",
+    "work_of_calls",
 ]

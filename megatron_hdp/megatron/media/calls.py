@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,3 +86,18 @@ def calls_of(
         rows = np.concatenate([media.rows_of(item) for item in pack])
         calls.append(EncoderCall(tuple(pack), rows, int(waves[pack[0]])))
     return sorted(calls, key=lambda one: one.wave)
+
+
+def work_of_calls(calls: Sequence[EncoderCall], patches: Int64Array) -> list[float]:
+    """Patches, their squares over items, and calls of a rank, as of `LearntCost.observe`.
+
+    Zeros where it has a piece of a cut item: it waits for others there.
+
+    Args:
+        calls: of the rank.
+        patches: of each item of the step, ``[items]``.
+    """
+    if any(one.piece is not None for one in calls):
+        return [0.0] * 3
+    mine = patches[[item for one in calls for item in one.items]].astype(np.float64)
+    return [float(mine.sum()), float((mine**2).sum()), float(len(calls))]

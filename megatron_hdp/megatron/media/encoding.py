@@ -35,6 +35,7 @@ from megatron_hdp.data.steps import (
 )
 from megatron_hdp.media import (
     ItemBatch,
+    ItemCostModel,
     ItemPlan,
     evaluate_items,
     gap_choices,
@@ -115,23 +116,32 @@ class JobEncoder:
         return self.levels * self.hidden
 
     def prepared(
-        self, batch: ItemHolder, media: BatchMedia, plan: Plan, source: TokenSource
+        self,
+        batch: ItemHolder,
+        media: BatchMedia,
+        plan: Plan,
+        source: TokenSource,
+        cost: ItemCostModel | None = None,
     ) -> StepMedia:
-        """What this rank does with a batch's items; communicates nothing, and reads no token."""
+        """What this rank does with a batch's items; communicates nothing, and reads no token.
+
+        They are planned by the encoder's own cost, or by this one.
+        """
+        cost = cost or self.encoder.cost
         wanted, readers, slots, num_slots = self._wanted(batch, media, plan, source)
         one_wave = self._items(media, readers, slots)
         is_parked = False
         if self._knows_gaps(plan):
-            planned = self._planned_in_gaps(one_wave, plan)
+            planned = self._planned_in_gaps(one_wave, plan, cost)
         else:
             starts = even_starts(num_slots, self.how.waves or 1)
             if (most := self.how.most_rows) is not None:
-                rows_of = self._rows_of_waves(media, one_wave, wanted, num_slots)
+                rows_of = self._rows_of_waves(media, one_wave, wanted, num_slots, cost)
                 if is_parked := rows_of(0, num_slots) > most:
                     starts = fitting_starts(starts, num_slots, rows_of, most)
             waves = waves_of(slots, starts) if len(starts) > 1 else None
             in_waves = replace(one_wave, waves=waves)
-            planned = in_waves, self._plan(in_waves)
+            planned = in_waves, self._plan(in_waves, cost)
         of_item = np.zeros_like(slots) if planned[0].waves is None else planned[0].waves
         of_row = np.repeat(of_item, media.counts)
         pieces = pieces_of(media, planned[1], self.encoder)
@@ -142,7 +152,7 @@ class JobEncoder:
             made = [_NO_ROWS, *(one.rows for one in calls if one.wave == wave)]
             here = [rows[of_row[rows] == wave] for rows in wanted]
             exchanges.append(row_exchange(self._rank, here, makers, np.concatenate(made)))
-        return StepMedia(self, batch, media, calls, exchanges, planned, is_parked)
+        return StepMedia(self, batch, media, calls, exchanges, planned, cost, is_parked)
 
     def _wanted(
         self, batch: ItemHolder, media: BatchMedia, plan: Plan, source: TokenSource
@@ -175,7 +185,12 @@ class JobEncoder:
         return wanted, readers[media.firsts], first, num_slots
 
     def _rows_of_waves(
-        self, media: BatchMedia, items: ItemBatch, wanted: Sequence[Int64Array], num_slots: int
+        self,
+        media: BatchMedia,
+        items: ItemBatch,
+        wanted: Sequence[Int64Array],
+        num_slots: int,
+        cost: ItemCostModel,
     ) -> Callable[[int, int], int]:
         """What tells how many rows a wave of slots has on the rank that wants or makes most."""
         slots = items.micro_batches
@@ -186,7 +201,7 @@ class JobEncoder:
             here = np.flatnonzero((slots >= begin) & (slots < end))
             if not len(here):
                 return 0
-            some, plan = media.only(here), self._plan(items.of_wave(here))
+            some, plan = media.only(here), self._plan(items.of_wave(here), cost)
             made = np.bincount(makers_of(some, plan, pieces_of(some, plan, self.encoder)))
             return int(max(want[:, begin:end].sum(axis=1).max(), made.max()))
 
@@ -213,7 +228,9 @@ class JobEncoder:
             return False
         return self._settings.lockstep_ranks > 1 or stands_in_place(plan)
 
-    def _planned_in_gaps(self, items: ItemBatch, plan: Plan) -> tuple[ItemBatch, ItemPlan]:
+    def _planned_in_gaps(
+        self, items: ItemBatch, plan: Plan, cost: ItemCostModel
+    ) -> tuple[ItemBatch, ItemPlan]:
         """The items in waves, and who encodes what; ranks that wait in this plan encode more."""
         choices = gap_choices(
             plan,
@@ -222,11 +239,11 @@ class JobEncoder:
             tensor_ranks=self.place.num_tensor_ranks,
             lockstep_ranks=self._settings.lockstep_ranks,
         )
-        return plan_in_gaps(items, self.encoder.cost, choices, self.how.balance)
+        return plan_in_gaps(items, cost, choices, self.how.balance)
 
-    def _plan(self, items: ItemBatch) -> ItemPlan:
+    def _plan(self, items: ItemBatch, cost: ItemCostModel) -> ItemPlan:
         """Who encodes what; waves are planned one by one, so a wave is what it is alone."""
-        return plan_items(items, self.encoder.cost, self.how.balance)
+        return plan_items(items, cost, self.how.balance)
 
     def is_of(self, tensor_rank: int, micro_batch: RankMicroBatch) -> BoolArray:
         """Which tokens' embeddings a tensor rank has, ``[t]``: all, or its share of each part."""
@@ -270,6 +287,8 @@ class StepMedia:
     """Of each wave."""
     planned: tuple[ItemBatch, ItemPlan]
     """The step's items, and who encodes what."""
+    cost: ItemCostModel
+    """By which they were planned."""
     is_parked: bool = False
     """Whether rows wait in host memory."""
     damaged: dict[int, str] = field(default_factory=dict)
@@ -287,7 +306,7 @@ class StepMedia:
     @cached_property
     def efficiency(self) -> float:
         """Work of all items / ranks / that of the busiest one, as planned."""
-        return evaluate_items(*self.planned, self.job.encoder.cost).efficiency
+        return evaluate_items(*self.planned, self.cost).efficiency
 
     def decode(self, by: Decoder) -> None:
         """Decodes the stored pictures that this rank encodes; communicates nothing.

@@ -38,7 +38,7 @@ from megatron_hdp.megatron.step.figures import (
     over_all_ranks,
 )
 from megatron_hdp.megatron.step.items import ItemsAhead, StepItems, draw_step, with_items
-from megatron_hdp.megatron.step.learning import Learning
+from megatron_hdp.megatron.step.learning import BEHIND, BEHIND_WITH_PLANE, Learning
 from megatron_hdp.megatron.step.left_out import LeftOutOfSteps
 from megatron_hdp.megatron.step.loading import DataPlane
 from megatron_hdp.megatron.step.non_finite import gather_words, non_finite_of
@@ -104,7 +104,9 @@ class HdpSteps:
         self._further = FurtherLosses(depths, arguments.mtp_loss_scaling_factor, self.place)
         reader = reader_of(self.place, vocab_size, self._broadcast_at, depths)
         self._has_plane = plane is not None
-        self.items = StepItems.of_job(arguments, executor, corpus, settings, reader)
+        learns = arguments.learns_costs and split == "train"
+        behind = (BEHIND if plane is None else BEHIND_WITH_PLANE) if learns else None
+        self.items = StepItems.of_job(arguments, executor, corpus, settings, reader, behind)
         self.loaders: Loaders
         self.loaders = local = LocalLoaders(self.planner, reader)
         if plane is not None:
@@ -120,7 +122,7 @@ class HdpSteps:
             how = HowToRun(self._forward, self._agree_beside, share, self._agreement)
             self._answers = AnswerPass(self.preferences, reader, how)
         self._learning = None
-        if arguments.learns_costs and split == "train":
+        if learns:
             self._learning = Learning(
                 arguments,
                 self.place,
@@ -205,6 +207,8 @@ class HdpSteps:
             if not forward_only:
                 outcome = self._execute(step, amounts, own_loss=judged.own_loss)
         self._gradient_norms = outcome.gradient_norms
+        if self.items is not None and items is not None and not forward_only:
+            self.items.observe(position.steps, items)
         report = with_items(self._report(step, outcome, amounts, data_wait_s, judged), items)
         losses = {name: one.loss for name, one in (report.sources or {}).items()}
         after = report.position_after.seeing(position, losses)

@@ -20,11 +20,20 @@ from megatron_hdp.data.steps import (
     Reader,
     WantedItem,
 )
+from megatron_hdp.media import LearntCost
 from megatron_hdp.megatron.execution import HdpExecutor, make_whole
-from megatron_hdp.megatron.media import BatchMedia, DrawnItems, Encoding, JobEncoder, StepMedia
+from megatron_hdp.megatron.media import (
+    BatchMedia,
+    DrawnItems,
+    Encoding,
+    JobEncoder,
+    StepMedia,
+    work_of_calls,
+)
 from megatron_hdp.megatron.model import add_up_gradients, encoder_of
 from megatron_hdp.megatron.options import TrainingArguments
 from megatron_hdp.megatron.step.figures import StepReport
+from megatron_hdp.megatron.step.learning import exchanged
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.runtime.timeline import ENCODER
 
@@ -38,8 +47,11 @@ class StepItems:
         encoding_s: what the latest step took on this rank, without waiting for others.
     """
 
-    def __init__(self, encoder: JobEncoder, corpus: Corpus, most_damaged: int) -> None:
+    def __init__(
+        self, encoder: JobEncoder, corpus: Corpus, most_damaged: int, learnt: LearntCost | None
+    ) -> None:
         self._encoder, self._corpus, self._most_damaged = encoder, corpus, most_damaged
+        self._learnt, self._has_run = learnt, False
         self.encoding_s = 0.0
         self._learns = any(one.requires_grad for one in encoder.encoder.parameters())
 
@@ -51,8 +63,13 @@ class StepItems:
         corpus: Corpus,
         settings: PlanSettings,
         reader: Reader,
+        behind: int | None = None,
     ) -> StepItems | None:
-        """Those of a job whose model has an encoder; every rank must call this."""
+        """Those of a job whose model has an encoder; every rank must call this.
+
+        What items cost is learnt from steps, if `behind` says how many lie between one and the
+        first whose items are planned by it.
+        """
         if arguments.hdp_encoder is None:
             return None
         chunks = executor.chunks
@@ -69,7 +86,8 @@ class StepItems:
             how,
             executor.timeline,
         )
-        return cls(encoder, corpus, arguments.hdp_corrupt_limit)
+        learnt = None if behind is None else LearntCost(encoder.encoder.cost, behind)
+        return cls(encoder, corpus, arguments.hdp_corrupt_limit, learnt)
 
     def prepared(self, step: RankStep, decode: ItemDecoder) -> StepMedia | None:
         """A step's items, of which those that this rank encodes are decoded; None without any.
@@ -85,7 +103,8 @@ class StepItems:
         if not batch.media:
             return None
         media = BatchMedia.of(batch, self._encoder.encoder)
-        found = self._encoder.prepared(batch, media, step.planned.plan, self._corpus)
+        cost = None if self._learnt is None else self._learnt.of_step(drawn.before.steps)
+        found = self._encoder.prepared(batch, media, step.planned.plan, self._corpus, cost)
         places = batch.places()
 
         def by(items: Sequence[int]) -> list[Decoded]:
@@ -138,6 +157,18 @@ class StepItems:
             self.encoding_s = timeline.totals_s[ENCODER]
             yield placed, partial(self._learn, media) if learns else None
         self.encoding_s += timeline.totals_s[ENCODER]  # since the schedule began
+
+    def observe(self, step: int, media: StepMedia) -> None:
+        """Learns from a step what items cost, by its number in the run.
+
+        Every rank must call this.
+        """
+        if self._learnt is None:
+            return
+        table = exchanged([*work_of_calls(media.calls, media.patches), self.encoding_s])
+        if self._has_run:  # the first step of a process is slow
+            self._learnt.observe(step, table)
+        self._has_run = True
 
     def _learn(self, media: StepMedia) -> None:
         media.differentiate()
@@ -207,7 +238,7 @@ def draw_step(step: RankStep, times: tuple[Plan, Evaluation], path: Path, title:
         batch, made = media.planned
         told = f"{title}, items by {made.strategy}: efficiency {media.efficiency:.3f}"
         beside = path.with_stem(f"{path.stem}-items")
-        plot_items(batch, {told: made}, media.job.encoder.cost, beside)
+        plot_items(batch, {told: made}, media.cost, beside)
 
 
 def with_items(report: StepReport, media: StepMedia | None) -> StepReport:
