@@ -102,7 +102,7 @@ ROOMS: dict[str, set[str]] = {
     "verl": {"bridge", "megatron", "session"},
     "bridge": {"session", "megatron", "megatron/cpu", "megatron/lm", "runtime"},
     "training": {"planner", "data", "simulator", "runtime", "megatron", "encoders"},
-    "profile": {"planner", "data", "simulator", "runtime", "megatron"},
+    "profile": {"planner", "media", "encoders", "data", "simulator", "runtime", "megatron"},
     "convert/families": {"megatron"},
     "convert/files": {"data"},
     "convert": {"convert/families", "convert/files", "data", "encoders", "megatron"},

@@ -65,7 +65,7 @@ class EncoderSettings:
         return cls(**{name: config[name] for name in names & set(config)})
 
 
-class ItemEncoder(torch.nn.Module):
+class ItemEncoder(torch.nn.Module, ABC):
     """An encoder as `HdpSession.attach_encoder` takes it, with the weights of a model's files.
 
     Args:
@@ -89,6 +89,8 @@ class ItemEncoder(torch.nn.Module):
     shape: Encoder
     levels = 1
     positions: MRope | None = None
+    measured: ItemCostModel | None = None
+    """What its items cost while it is trained; None: not known."""
 
     def __init__(self, config: Mapping[str, Any], patches_per_pack: int = PATCHES_PER_PACK) -> None:
         super().__init__()
@@ -108,8 +110,15 @@ class ItemEncoder(torch.nn.Module):
 
     @property
     def cost(self) -> ItemCostModel:
-        """By its shape."""
-        return ItemCostModel.from_encoder(self.shape, is_trained=any(self.trained_parts))
+        """As it was measured, else by its shape."""
+        is_trained = any(self.trained_parts)
+        if self.measured is None:
+            return ItemCostModel.from_encoder(self.shape, is_trained=is_trained)
+        return self.measured if is_trained else self.measured.frozen()
+
+    @abstractmethod
+    def samples(self) -> list[Any]:
+        """Blank items of several sizes, to measure what they cost, the smallest first."""
 
     @property
     def trained_parts(self) -> tuple[bool, bool]:
@@ -138,7 +147,7 @@ class ItemEncoder(torch.nn.Module):
             )
 
 
-class PatchEncoder(ItemEncoder, ABC):
+class PatchEncoder(ItemEncoder):
     """An encoder of `Patches`.
 
     Args:
@@ -158,6 +167,17 @@ class PatchEncoder(ItemEncoder, ABC):
     ) -> None:
         super().__init__(config, patches_per_pack)
         self.pixels = pixels or self.usual_pixels(config)
+
+    def samples(self) -> list[Any]:
+        """Squares with sides of two patches and more, or the one size that it takes."""
+        resizing = self.shape.resizing
+        sides = [resizing.merge * 2**i for i in range(1, 8)]
+        if resizing.square is not None:
+            sides = [resizing.square // resizing.patch]
+        return [
+            Patches(np.zeros((side**2, self._values), dtype=np.uint8), (1, side, side))
+            for side in sides
+        ]
 
     @staticmethod
     def usual_pixels(config: Mapping[str, Any]) -> Pixels:

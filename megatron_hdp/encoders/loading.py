@@ -25,6 +25,7 @@ from megatron_hdp.encoders.llava import LlavaEncoder
 from megatron_hdp.encoders.qwen2_5_vl import Qwen25VLEncoder
 from megatron_hdp.encoders.qwen2_audio import Qwen2AudioEncoder
 from megatron_hdp.encoders.qwen3_vl import Qwen3VLEncoder
+from megatron_hdp.media import ItemCostModel
 
 ENCODERS: dict[str, type[ItemEncoder]] = {
     "llava": LlavaEncoder,
@@ -46,7 +47,7 @@ def load_encoder(
         folder: with config.json and safetensors; preprocessor_config.json says how bytes become
             numbers, where it is there.
         dtype: of the weights; by default the files'.
-        settings: of the encoder's class: ``patches_per_pack``.
+        settings: as of `described_encoder`.
 
     Raises:
         ValueError: of a folder that holds no such model, or not all of the encoder.
@@ -69,15 +70,18 @@ def load_encoder(
     return encoder if dtype is None else encoder.to(dtype=dtype)
 
 
-def described_encoder(folder: str | os.PathLike[str], **settings: Any) -> ItemEncoder:
+def described_encoder(
+    folder: str | os.PathLike[str], *, costs: str | os.PathLike[str] | None = None, **settings: Any
+) -> ItemEncoder:
     """The encoder of a model on PyTorch's meta device: shapes without numbers.
 
     Args:
         folder: with config.json; no weights are read.
-        settings: as of `load_encoder`.
+        costs: a file of what its items cost, as of `ItemCostModel.from_json`.
+        settings: of the encoder's class: ``patches_per_pack``.
 
     Raises:
-        ValueError: of a folder that holds no such model.
+        ValueError: of a folder that holds no such model, or a file that holds no costs.
     """
     path = Path(folder)
     config = read_json(path / CONFIG)
@@ -88,7 +92,9 @@ def described_encoder(folder: str | os.PathLike[str], **settings: Any) -> ItemEn
             "encoders of other models are not known; attach_encoder takes any module"
         )
     with torch.device("meta"):
-        return ENCODERS[kind](config, **settings)
+        found = ENCODERS[kind](config, **settings)
+    found.measured = None if costs is None else ItemCostModel.from_json(costs)
+    return found
 
 
 def save_encoder(

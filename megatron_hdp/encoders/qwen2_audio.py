@@ -142,6 +142,13 @@ class Qwen2AudioEncoder(ItemEncoder):
         self.audio_tower = _Tower(settings, windows)
         self.multi_modal_projector = _Projector(settings.d_model, row_hidden)
 
+    def samples(self) -> list[Any]:
+        """Sounds of 0.2 s to the longest."""
+        most = self._windows.most_frames
+        shape = self._settings.num_mel_bins, most
+        lengths = [*(20 * 4**i for i in range(4)), most]
+        return [Sound(np.zeros(shape, dtype=np.float32), one) for one in lengths if one <= most]
+
     def patches(self, item: Sound) -> int:
         """Frames of an item that become rows.
 

@@ -1,10 +1,14 @@
 """Seconds of an item on a rank, from a few coefficients."""
 
 import math
-from dataclasses import dataclass, fields
+import os
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
 
+import orjson
+
 from megatron_hdp.media.encoders import Encoder
+from megatron_hdp.planner.json_fields import read_fields
 
 _VALUE_BYTES = 2
 _TRAINED, _FROZEN = 4, 1  # forward without a graph, forward again, and backward, twice a forward
@@ -47,6 +51,42 @@ class ItemCostModel:
             )
         if not self.patch_s + self.patch2_s:
             raise ValueError("an item: found no cost of a patch, expected one above 0")
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the file holds no such cost; names the key.
+        """
+        data = read_fields(cls, path, "item costs")
+        if "patch_s" not in data:
+            raise ValueError(f"item costs {path}: key 'patch_s' is missing; add it")
+        wrong = [name for name, one in data.items() if not isinstance(one, int | float)]
+        if wrong:
+            raise ValueError(
+                f"item costs {path}: {wrong[0]}: found {data[wrong[0]]!r}, expected seconds"
+            )
+        try:
+            return cls(**data)
+        except ValueError as error:
+            raise ValueError(f"item costs {path}: {error}") from error
+
+    def to_json(self) -> bytes:
+        """Return the JSON object that `from_json` reads."""
+        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2)
+
+    def frozen(self) -> Self:
+        """Return the cost of an encoder that learns nothing: the first forward alone."""
+        share = self.forward_share
+        return replace(
+            self,
+            patch_s=share * self.patch_s,
+            patch2_s=share * self.patch2_s,
+            pack_s=share * self.pack_s,
+            gathered_s_per_patch=share * self.gathered_s_per_patch,
+            forward_share=1.0,
+        )
 
     @classmethod
     def from_encoder(

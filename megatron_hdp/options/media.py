@@ -29,6 +29,12 @@ class MediaOptions:
         help="Patches of pictures that a rank encodes in one call, at most: its activations are "
         "kept until it has gone backward. A larger picture is a call of its own.",
     )
+    hdp_item_costs: Path | None = option(
+        None,
+        metavar="FILE",
+        help="What pictures cost in the encoder, as `megatron-hdp profile` with --hdp-encoder "
+        "measures it. Default: by the encoder's shape.",
+    )
     hdp_media_balance: str = option(
         "step",
         choices=BALANCES,

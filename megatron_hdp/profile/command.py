@@ -55,6 +55,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def items_path(output: Path) -> Path:
+    """Where what items cost is written, of a run with an encoder."""
+    return output.with_suffix(".items.json")
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
@@ -227,10 +232,14 @@ def write(profile: "Profile", own: argparse.Namespace) -> None:
         own.output: profile.cost_model.to_json(),
         report_path(own.output): report.as_json(profile),
     }
+    if profile.items is not None:
+        texts[items_path(own.output)] = profile.items.to_json()
     for path, text in texts.items():
         with new_file(path, durable=False) as temporary:
             Path(temporary).write_bytes(text)
         print(f"written to {path}")
+    if profile.items is not None:
+        print(f"give the last one as --hdp-item-costs: {profile.items}")
     if own.picture is not None:
         draw(profile, own.picture)
         print(f"picture written to {own.picture}")

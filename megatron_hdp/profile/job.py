@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_hdp.data.tokenizers import build_tokenizer
+from megatron_hdp.encoders import load_encoder
+from megatron_hdp.media import ItemCostModel
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.execution import HdpExecutor
-from megatron_hdp.megatron.model import build_gpt
+from megatron_hdp.megatron.model import build_gpt, model_dtype
 from megatron_hdp.megatron.options import (
     TrainingArguments,
     stage_split,
@@ -21,6 +23,7 @@ from megatron_hdp.megatron.step import build_executor, cost_model_of
 from megatron_hdp.planner import CostModel
 from megatron_hdp.profile.cases import Room, cases_of
 from megatron_hdp.profile.fitting import Fit, Measured, Shape, coefficients_of, warnings_of
+from megatron_hdp.profile.items import measured_items
 from megatron_hdp.profile.measuring import Bench
 from megatron_hdp.profile.passes import Fitted, Progress, fitted
 from megatron_hdp.runtime.gpu_memory import runtime_bytes
@@ -43,6 +46,8 @@ class Profile(Fitted):
     """Whose attention kernels ran."""
     notes: tuple[str, ...]
     """What was not measured, and what stands in its place."""
+    items: ItemCostModel | None = None
+    """What items cost, of a run with an encoder."""
 
     def of(self, kind: str, is_held_out: bool) -> list[Measured]:
         """What was measured of one kind of case."""
@@ -88,6 +93,7 @@ def run_profile(
         host_bytes_per_s = bench.host_bytes_per_s()
         heartbeat.begin_step(_CASES)
         profile = _profiled(arguments, bench, executor, host_bytes_per_s, budget_s, progress, force)
+        profile = replace(profile, items=_items(arguments, budget_s))
     parallel.finish()
     return profile
 
@@ -133,6 +139,18 @@ def _profiled(
         backend=executor.attention.name,
         notes=(*notes, *warnings_of(found.fit)),
     )
+
+
+def _items(arguments: TrainingArguments, budget_s: float) -> ItemCostModel | None:
+    if arguments.hdp_encoder is None:
+        return None
+    encoder = load_encoder(
+        arguments.hdp_encoder,
+        dtype=model_dtype(arguments),
+        patches_per_pack=arguments.hdp_encoder_patches,
+    )
+    device = parallel.compute_device()
+    return measured_items(encoder.to(device), device, budget_s / 4)
 
 
 def _room_of(arguments: TrainingArguments, counted: CostModel, layers: int) -> Room:

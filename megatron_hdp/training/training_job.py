@@ -96,6 +96,7 @@ class Model:
                 arguments.hdp_encoder,
                 dtype=model_dtype(arguments),
                 patches_per_pack=arguments.hdp_encoder_patches,
+                costs=arguments.hdp_item_costs,
             )
         chunks = build_chunks(arguments, tokenizer.vocab_size, encoder)
         optimizer = build_optimizer(arguments, chunks)

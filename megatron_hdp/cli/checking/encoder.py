@@ -77,8 +77,11 @@ def encoder_of(arguments: "TrainingArguments") -> "ItemEncoder | None":
         return None
     from megatron_hdp.encoders import described_encoder
 
-    patches = arguments.hdp_encoder_patches
-    found = described_encoder(arguments.hdp_encoder, patches_per_pack=patches)
+    found = described_encoder(
+        arguments.hdp_encoder,
+        patches_per_pack=arguments.hdp_encoder_patches,
+        costs=arguments.hdp_item_costs,
+    )
     for name, weight in encoder_weights(found):
         is_frozen = any(fnmatchcase(name, one) for one in arguments.hdp_frozen)
         if is_frozen or arguments.lora_rank is not None:

@@ -22,8 +22,12 @@ from megatron_hdp.options import OptionError
 
 def read_encoder(args: argparse.Namespace) -> torch.nn.Module:
     """The encoder of the folder that --hdp-encoder names, in the model's type."""
-    patches = args.hdp_encoder_patches
-    return load_encoder(args.hdp_encoder, dtype=args.params_dtype, patches_per_pack=patches)
+    return load_encoder(
+        args.hdp_encoder,
+        dtype=args.params_dtype,
+        patches_per_pack=args.hdp_encoder_patches,
+        costs=args.hdp_item_costs,
+    )
 
 
 def is_missing(args: argparse.Namespace) -> bool:
