@@ -1,6 +1,7 @@
 """What the plan of a step is made for, and what is told of the step: stages, experts, latents."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 from megatron.core import parallel_state
 
 from megatron_hdp.data.spec import PrimitivesSpec
+from megatron_hdp.data.steps import PlanSettings
 from megatron_hdp.megatron import parallel
 from megatron_hdp.megatron.model import building
 from megatron_hdp.megatron.options import planned_weights, shape, stage_split
@@ -160,6 +162,7 @@ def test_what_is_drawn_waits_as_ranks_do(size, stages):
         expert_parallel_size=size,
     )
     settings = SimpleNamespace(pipeline=Pipeline(stages), lockstep_ranks=size, cost_model=costs)
+    settings.times_of = partial(PlanSettings.times_of, settings)
     steps = SimpleNamespace(
         _ran=lambda: SimpleNamespace(totals=SimpleNamespace(before=None)),
         latest_plan=lambda: made,
