@@ -52,7 +52,9 @@ class LearntCost:
             work, seconds = told[:, :3], told[:, 3]
             self._products = _FORGETS * self._products + work.T @ work
             self._sums = _FORGETS * self._sums + work.T @ seconds
-            found = dict(zip(_COLUMNS, self._fitted().tolist(), strict=True))
+            # rounded, as processors differ in the last bits of what they solve
+            rounded = [float(f"{one:.6g}") for one in self._fitted().tolist()]
+            found = dict(zip(_COLUMNS, rounded, strict=True))
             scale = found["patch_s"] / self._shape.patch_s if self._shape.patch_s else 1.0
             gathered_s = scale * self._shape.gathered_s_per_patch
             self._known[step] = replace(self._shape, gathered_s_per_patch=gathered_s, **found)

@@ -47,6 +47,8 @@ def plan_items(
         if strategy == "step":
             return _step(batch, cost)
         return _OTHERS[strategy](batch, replica_ranks)
+    except ItemPlanError:
+        raise
     except ValueError as error:
         raise ItemPlanError(f"a plan of items: {error}") from None
 

@@ -177,7 +177,7 @@ def test_refusals():
         waves=np.zeros(len(batch.patches), dtype=np.int32),
         gaps=replace(gaps, free_until_s=np.array([np.nan, 0.0])),
     )
-    with pytest.raises(ValueError, match="free for -?nan"):
+    with pytest.raises(ValueError, match="^a plan of items: found encoding free for -?nan"):
         plan_items(wrong, COST)
     with pytest.raises(ValueError, match="forward_share"):
         ItemCostModel(patch_s=1.0, forward_share=0.0)
