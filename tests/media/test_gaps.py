@@ -18,6 +18,7 @@ from megatron_hdp.media import (
     with_items_apart,
 )
 from megatron_hdp.planner import CostModel, evaluate, plan
+from megatron_hdp.planner.pipeline import Pipeline
 from megatron_hdp.simulator.joined import joined_step_s
 from tests.media.test_items import COST, web_mix
 from tests.planner.experts.test_evaluation import plan_of
@@ -216,6 +217,35 @@ def test_large_items_go_to_the_middle(seeds):
         assert [held(untouched, m) for m in range(made.num_micro_batches)] == [
             held(made, m) for m in range(made.num_micro_batches)
         ]
+
+
+def test_whole_sequences_beside_a_ring_change_places_with_it():
+    """Micro-batches of one ring, each with a sequence over both ranks and whole ones beside."""
+    made = replace(
+        plan_of([[0, 1]] * 3, [8, 8, 8, 2, 3, 2], ranks=2),
+        sequence_offsets=np.arange(4),
+        sequences=np.arange(3),
+        local_offsets=np.array([0, 1, 1, 3]),
+        local_sequences=np.array([3, 4, 5]),
+        local_ranks=np.array([1, 0, 1]),
+    )
+    found = made.with_contents([2, 0, 1])
+    before, after = ([held(one, m) for m in range(3)] for one in (made, found))
+    assert after == [before[2], before[0], before[1]] and before[0][2] == {1: (3,)}
+    assert found.with_contents([1, 2, 0]).fingerprint() == made.fingerprint()
+
+
+def test_what_was_made_for_one_sequence_stays():
+    """Streams, and what leaves the device, have parts and shares by their own length."""
+    times_s, largest = np.full(3, 1.0), np.array([9, 0, 0])
+    for how in ({"num_parts": [2] * 3, "streams": [True] * 3}, {"offload_ratios": [0.5] * 3}):
+        made = plan_of([[0]] * 3, [8, 8, 8], ranks=1)
+        made = replace(made, **{name: np.array(one) for name, one in how.items()})
+        kept = with_items_apart(made, times_s, largest, Pipeline(2))
+        assert kept.fingerprint() == made.fingerprint()
+    plain = plan_of([[0]] * 3, [8, 8, 8], ranks=1)
+    moved = with_items_apart(plain, times_s, largest, Pipeline(2))
+    assert [int(moved.sequences[m]) for m in range(3)] == [1, 0, 2]
 
 
 def test_pictures_that_are_not_at_the_ends_take_no_time():
