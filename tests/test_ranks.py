@@ -35,6 +35,9 @@ def _send_late() -> int:
 
 
 def _fail_on(*ranks: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected {dist.get_rank()}", "yes")  # who fails earlier leaves others half-way
+    store.wait([f"connected {rank}" for rank in range(dist.get_world_size())])
     if dist.get_rank() in ranks:
         raise ValueError(f"planted on {dist.get_rank()}")
     dist.barrier()
