@@ -31,17 +31,18 @@ def with_items_apart(
         pipeline: that each rank is.
         lockstep_ranks: HDP ranks that share experts.
     """
-    found = np.zeros(plan.num_micro_batches, dtype=np.int64)
-    owners = np.repeat(np.arange(len(found)), np.diff(plan.sequence_offsets))
-    np.maximum.at(found, owners, largest[plan.sequences])
-    owners = np.repeat(np.arange(len(found)), np.diff(plan.local_offsets))
-    np.maximum.at(found, owners, largest[plan.local_sequences])
+    numbers = np.arange(plan.num_micro_batches)
+    found = np.zeros(len(numbers), dtype=np.int64)
+    for offsets, sequences in (
+        (plan.sequence_offsets, plan.sequences),
+        (plan.local_offsets, plan.local_sequences),
+    ):
+        np.maximum.at(found, np.repeat(numbers, np.diff(offsets)), largest[sequences])
     slots = slots_of_micro_batches(plan, pipeline, lockstep_ranks)
     lasts = np.zeros(plan.num_ranks, dtype=np.int64)
-    owners = np.repeat(np.arange(len(found)), np.diff(plan.rank_offsets))
-    np.maximum.at(lasts, plan.ranks, slots[owners])
+    np.maximum.at(lasts, plan.ranks, np.repeat(slots, np.diff(plan.rank_offsets)))
     from_ends = np.minimum(slots, lasts[plan.ranks[plan.rank_offsets[:-1]]] - slots)
-    contents = np.arange(len(found))
+    contents = numbers.copy()
     for alike in _alike(plan, durations_s):
         if found[alike].any():
             places = alike[np.lexsort((slots[alike], from_ends[alike]))]
