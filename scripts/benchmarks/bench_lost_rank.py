@@ -3,8 +3,8 @@
 Each job trains the same small model on this machine for as long, from its first step on. Every so
 many seconds a rank, drawn by the seed, gets SIGKILL. One that nobody kills says how many steps
 there could be; shares are of these. Behind each kill it is measured how long it takes until another
-step has ended: in place the one that ran, again, with its forward and backward. Restarts are
-torchrun's, from a checkpoint every few steps.
+step has ended, behind the last one also after the time: in place the one that ran, again, with its
+forward and backward. Restarts are torchrun's, from a checkpoint every few steps.
 Run: ``python scripts/benchmarks/bench_lost_rank.py``; gloo ranks on CPUs.
 """
 
@@ -32,6 +32,7 @@ FLAGS = (
     *("--train-iters", "1000000", "--use-distributed-optimizer", "--log-interval", "100"),
 )
 _LOOK_S = 0.01
+_LATEST_S = 300.0  # until a step has ended behind a kill: a job that takes longer has ended itself
 
 
 def corpus(folder: Path) -> str:
@@ -104,8 +105,15 @@ def run(
                     raise RuntimeError(f"{kind}: {(folder / 'log').read_text()[-3000:]}")
                 time.sleep(_LOOK_S)
             first, began = done(folder), time.monotonic()
-            most, killed_at, waits = first, None, []
-            while (now_s := time.monotonic() - began) < options.seconds:
+            most = in_time = first
+            killed_at, waits = None, []
+            while True:
+                now_s = time.monotonic() - began
+                is_over = now_s >= options.seconds
+                if is_over and killed_at is None:
+                    return in_time - first, kills, waits
+                if now_s > options.seconds + _LATEST_S:
+                    raise RuntimeError(f"{kind}: no step in {_LATEST_S:.0f} s behind a kill")
                 if process.poll() is not None:
                     raise RuntimeError(f"{kind}: {(folder / 'log').read_text()[-3000:]}")
                 step = done(folder)
@@ -113,15 +121,16 @@ def run(
                     waits.append(time.monotonic() - killed_at)
                     killed_at = None
                 most = max(most, step)
-                if kill_each_s is not None and now_s >= (kills + 1) * kill_each_s:
-                    victims = sorted(ranks_of(job), key=lambda one: one.pid)
-                    if victims:
-                        most = max(most, done(folder))
-                        killed_at = time.monotonic()
-                        draw.choice(victims).kill()
-                    kills += 1
+                if not is_over:
+                    in_time = most
+                    if kill_each_s is not None and now_s >= (kills + 1) * kill_each_s:
+                        victims = sorted(ranks_of(job), key=lambda one: one.pid)
+                        if victims:
+                            most = max(most, done(folder))
+                            killed_at = time.monotonic()
+                            draw.choice(victims).kill()
+                        kills += 1
                 time.sleep(_LOOK_S)
-            return max(most, done(folder)) - first, kills, waits
         finally:
             end(process, job)
 
