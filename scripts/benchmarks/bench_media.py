@@ -1,8 +1,8 @@
 """Steps with pictures by who encodes them, side by side: same runtime, same gradients.
 
-Ranks of a small model (gloo, a thread a rank); the encoder is a small transformer over patches,
-whose cost is measured first. Pictures are drawn as those of docs/example-sizes.txt, with a
-sixteenth of their patches at Qwen3-VL; each has a sequence of its own, or they are the pages of so
+Ranks of a small model (gloo, a thread a rank) with a small encoder of Qwen3-VL's kind, whose cost
+is measured first. Pictures are drawn as those of docs/example-sizes.txt, with a sixteenth of their
+patches at Qwen3-VL, beside pages of 4K; each has a sequence of its own, or they are the pages of so
 many documents. Strategies take turns in each step. Where cores are fewer than ranks no step takes
 less than the CPU time of all ranks / cores, which is printed beside it.
 Run: ``python scripts/benchmarks/bench_media.py``.
@@ -24,78 +24,79 @@ import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-HIDDEN, CHANNELS, PER_ROW = 64, 48, 4
+CHANNELS, PER_ROW = 48, 4
+PAGE = (90, 90)  # patches of 3840 x 2160 pixels, a quarter of them
 STRATEGIES = ("home", "replica", "micro-batch", "step")
-FLAGS = ("--config", "configs/tiny-cpu.yaml", "--hdp-tokens-per-rank", "2048")
+FLAGS = ("--config", "configs/tiny-cpu.yaml", "--hdp-tokens-per-rank", "8192")
+TEXT = {
+    "hidden_size": 64,
+    "rope_parameters": {"rope_theta": 1e4, "mrope_section": [6, 5, 5]},
+}
+VISION = {"patch_size": 4, "out_hidden_size": 64, "deepstack_visual_indexes": []}
 
 
-class Encoder(torch.nn.Module):
-    """Layers of attention within each picture, and four patches merged into a row."""
+def encoder_of(settings: argparse.Namespace) -> Any:
+    """An encoder with the same random weights on every rank, and costs that the first measured."""
+    from megatron_hdp.encoders import Qwen3VLEncoder
+    from megatron_hdp.profile.items import measured_items
 
-    patches_per_row, patches_per_pack = PER_ROW, 8192
+    class Timed(Qwen3VLEncoder):
+        """Adds up the CPU time of its calls."""
 
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.enter = torch.nn.Linear(CHANNELS, width)
-        layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
-        self.layers = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.leave = torch.nn.Linear(PER_ROW * width, HIDDEN)
-        self.busy_s = 0.0
+        busy_s = 0.0
 
-    def measure_cost(self) -> None:
-        """Of one picture of each of two sizes, forward, on the first rank."""
-        from megatron_hdp.media import ItemCostModel
+        def forward(self, items: Any) -> Any:
+            begin = process_time()
+            rows = super().forward(items)
+            self.busy_s += process_time() - begin
+            return rows
 
-        sizes, taken = (256, 2048), torch.ones(2, dtype=torch.float64)
-        if dist.get_rank() == 0:
-            for i, n in enumerate(sizes):
-                times = []
-                for _ in range(5):
-                    begin = process_time()
-                    self.layers(self.enter(torch.randn(n, CHANNELS))[None]).sum().backward()
-                    times.append(process_time() - begin)
-                taken[i] = median(times)
-        dist.broadcast(taken, 0)
-        small, large = (float(s) / n for s, n in zip(taken, sizes, strict=True))
-        slope = max(large - small, 0.0) / (sizes[1] - sizes[0])
-        self.cost = ItemCostModel(patch_s=max(small - slope * sizes[0], 1e-9), patch2_s=slope)
+        def encode_piece(self, *given: Any) -> Any:
+            begin = process_time()
+            rows = super().encode_piece(*given)
+            self.busy_s += process_time() - begin
+            return rows
 
-    def patches(self, picture: torch.Tensor) -> int:
-        """Of an array ``[patches, channels]``."""
-        return len(picture)
-
-    def forward(self, pictures: list[torch.Tensor]) -> torch.Tensor:
-        """Rows of pictures, one behind another."""
-        begin = process_time()
-        found = [self.layers(self.enter(one)[None])[0] for one in pictures]
-        rows = self.leave(torch.cat([one.reshape(len(one) // PER_ROW, -1) for one in found]))
-        self.busy_s += process_time() - begin
-        return rows
+    width = {"hidden_size": settings.width, "intermediate_size": 4 * settings.width, "num_heads": 4}
+    vision = VISION | width | {"depth": settings.layers}
+    torch.manual_seed(0)
+    encoder = Timed({"text_config": TEXT, "vision_config": vision}, patches_per_pack=8192)
+    told = [None]
+    if dist.get_rank() == 0:
+        told = [measured_items(encoder, torch.device("cpu"), 10.0)]
+    dist.broadcast_object_list(told, 0)
+    encoder.measured = told[0]
+    return encoder
 
 
-def drawn(step: int, number: int) -> list[int]:
-    """Patches of pictures: thumbnails, photos, documents."""
+def drawn(step: int, number: int, pages: int) -> list[tuple[int, int]]:
+    """Patches in height and width of pictures: pages, then thumbnails, photos and documents."""
     data = np.random.default_rng(step)
     kind = data.choice(3, number, p=[0.35, 0.5, 0.15])
     middle, spread = np.array([0.05, 0.4, 2.5])[kind], np.array([0.3, 0.5, 0.6])[kind]
     pixels = 1e6 * np.minimum(np.exp(data.normal(np.log(middle), spread)), 8.3)
-    return [max(PER_ROW, int(one / 256 / 16) // PER_ROW * PER_ROW) for one in pixels]
+    sides = np.maximum(2, np.sqrt(pixels / 256 / 16).astype(int) // 2 * 2).tolist()
+    return [PAGE] * pages + [(side, side) for side in sides]
 
 
-def batch_of(patches: list[int], num_documents: int, num_texts: int, step: int) -> Any:
+def batch_of(grids: list[tuple[int, int]], num_documents: int, num_texts: int, step: int) -> Any:
     """A sequence a picture, or fewer, with a text behind each, and sequences of text alone."""
+    from megatron_hdp.media import Patches
     from megatron_hdp.session import MediaItem, TokenBatch
 
     data = np.random.default_rng(1000 + step)
-    tokens: list[list[int]] = [[] for _ in range(num_documents or len(patches))]
+    tokens: list[list[int]] = [[] for _ in range(num_documents or len(grids))]
     places = []
-    for i, n in enumerate(patches):
+    for i, (h, w) in enumerate(grids):
         sequence = i % len(tokens)
         places.append((sequence, len(tokens[sequence])))
-        tokens[sequence] += [0] * (n // PER_ROW) + data.integers(0, 256, 32).tolist()
+        tokens[sequence] += [0] * (h * w // PER_ROW) + data.integers(0, 256, 32).tolist()
     lengths = np.minimum(data.lognormal(np.log(200), 1.0, num_texts) + 2, 4000).astype(int)
     tokens += [data.integers(0, 256, length).tolist() for length in lengths]
-    pictures = [torch.from_numpy(data.standard_normal((n, CHANNELS), np.float32)) for n in patches]
+    pictures = [
+        Patches(data.integers(0, 256, (h * w, CHANNELS)).astype(np.uint8), (1, h, w))
+        for h, w in grids
+    ]
     items = [MediaItem(*place, one) for place, one in zip(places, pictures, strict=True)]
     return TokenBatch(tokens, media=items)
 
@@ -108,13 +109,11 @@ def measure(rank: int, settings: argparse.Namespace, folder: str) -> None:
     from megatron_hdp.session import HdpSession
 
     session = HdpSession.from_flags(FLAGS, vocab_size=257)
-    torch.manual_seed(0)
-    encoder = Encoder(settings.layers, settings.width)
-    encoder.measure_cost()
+    encoder = encoder_of(settings)
     rows = []
     for step in range(settings.steps + 1):  # the first is not counted
-        patches = drawn(step, settings.pictures)
-        batch = batch_of(patches, settings.documents, settings.texts, step)
+        grids = drawn(step, settings.pictures, settings.pages)
+        batch = batch_of(grids, settings.documents, settings.texts, step)
         row: dict[str, dict[str, float]] = {}
         for name in STRATEGIES[:: 1 if step % 2 else -1]:  # they take turns
             session.attach_encoder(encoder, balance=name)
@@ -176,6 +175,7 @@ def main() -> None:
         ("ranks", 4),
         ("steps", 5),
         ("pictures", 32),
+        ("pages", 0),
         ("documents", 0),
         ("texts", 32),
         ("layers", 4),
