@@ -150,7 +150,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with steps_bar("steps run", total) as bar:
         run = simulate(setting, batches, strategies, arguments.seed, done=bar.update)
     print(simulated_run.table(run))
-    encodings = simulated_items.encodings_of(options, arguments.gpus, drawn.items)
+    encodings = simulated_items.encodings_of(options, setting, drawn.items, batches)
     if encodings:
         print(simulated_items.text_of(encodings, drawn.item_names))
     forecast = simulated_failures.forecast_of(run, batches, arguments, options)

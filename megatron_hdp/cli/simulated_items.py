@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_hdp.arrays import Int64Array
-from megatron_hdp.cli.checking import encoder_of, job_of, planned_items
+from megatron_hdp.cli.checking import (
+    encoder_of,
+    encodes_in_gaps,
+    gap_figures,
+    job_of,
+    planned_items,
+)
 from megatron_hdp.data.mixture import Corpus, MediaSource, Step
 from megatron_hdp.media import ITEM_STRATEGIES
+from megatron_hdp.planner import Plan
+from megatron_hdp.simulator.execution import Setting
 from megatron_hdp.simulator.units import aligned, seconds
 
 if TYPE_CHECKING:
@@ -26,7 +35,9 @@ class Encoding:
     num_items: float
     num_rows: float
     step_s: float
-    """Before the first micro-batch and behind the last."""
+    """Seconds that a step takes more, at most."""
+    outside_s: float
+    """The same, were all encoded before its first micro-batch and behind the last."""
     efficiency: float
     """Work of all items / ranks / that of the busiest one."""
 
@@ -44,37 +55,67 @@ def patches_of(corpus: Corpus, step: Step) -> Int64Array:
 
 
 def encodings_of(
-    options: TrainingArguments, num_gpus: int, steps: Sequence[Int64Array]
+    options: TrainingArguments,
+    setting: Setting,
+    steps: Sequence[Int64Array],
+    batches: Sequence[Int64Array],
 ) -> list[Encoding]:
     """One for each way to say who encodes; none of a run without an encoder or items.
 
     Args:
         options: of the run.
-        num_gpus: that it trains on.
+        setting: of the run.
         steps: patches of the items of each.
+        batches: lengths of the sequences of each.
     """
     encoder = encoder_of(options)
     if encoder is None or not any(map(len, steps)):
         return []
-    job, found = job_of(options, num_gpus), []
+    job, found = job_of(options, setting.num_gpus), []
+    plans: list[Plan | None] = [None] * len(steps)
+    if encodes_in_gaps(options, job):
+        plans = [_planned(setting, lengths, options.hdp_strategy) for lengths in batches]
     for balance in ITEM_STRATEGIES:
-        figures = [planned_items(job, encoder, one, balance)[2] for one in steps if len(one)]
+        outside, beside = [], []
+        for patches, made in zip(steps, plans, strict=True):
+            if not len(patches):
+                continue
+            outside.append(planned_items(job, encoder, patches, balance)[2])
+            beside.append(outside[-1])
+            if made is not None:
+                in_gaps = gap_figures(job, encoder, patches, balance, made, setting)
+                beside[-1] = min(in_gaps, outside[-1], key=attrgetter("makespan_s"))
         rows = sum(int(one.sum()) for one in steps) // encoder.patches_per_row
         encoding = Encoding(
             balance=balance,
             num_items=float(np.mean([len(one) for one in steps])),
             num_rows=rows / len(steps),
-            step_s=sum(one.makespan_s for one in figures) / len(steps),
-            efficiency=float(np.mean([one.efficiency for one in figures])),
+            step_s=sum(one.makespan_s for one in beside) / len(steps),
+            outside_s=sum(one.makespan_s for one in outside) / len(steps),
+            efficiency=float(np.mean([one.efficiency for one in beside])),
         )
         found.append(encoding)
     return found
 
 
+def _planned(setting: Setting, lengths: Int64Array, strategy: str) -> Plan | None:
+    """A step's plan, in whose gaps items are encoded; None: there is none, and so no gap."""
+    try:
+        return setting.planned(lengths, strategy)
+    except ValueError:  # the table says why
+        return None
+
+
 def text_of(encodings: Sequence[Encoding], names: str) -> str:
     """A line on the items, which have these names, and a table of who encodes them."""
     one = encodings[0]
-    rows: list[tuple[str, ...]] = [(names, "encoding a step", "efficiency")]
+    has_gaps = any(each.step_s < each.outside_s for each in encodings)
+    rows: list[tuple[str, ...]] = [(names, "a step longer by", "efficiency")]
     rows += [(each.balance, seconds(each.step_s), f"{each.efficiency:.3f}") for each in encodings]
-    head = f"{one.num_items:,.0f} {names} a step of {one.num_rows:,.0f} rows, encoded besides:"
+    how = "besides"
+    if has_gaps:
+        how = "in gaps of its pipelines"
+        outside = ["outside gaps", *(seconds(each.outside_s) for each in encodings)]
+        rows = [(*row[:2], cell, row[2]) for row, cell in zip(rows, outside, strict=True)]
+    head = f"{one.num_items:,.0f} {names} a step of {one.num_rows:,.0f} rows, encoded {how}:"
     return "\n".join([head, *aligned(rows)])

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="pip install 'megatron-hdp[tokenizers
 
 
 def test_pictures_of_a_mixture(tmp_path, capsys):
-    """Of the same steps as a run draws; all ranks encode in the last of four ways."""
+    """Of the same steps as a run draws, in four ways; beside two stages in their gaps."""
     settings = CONFIG.replace("hdp-global-batch-tokens: 262144", "global-batch-size: 6")
     settings = settings.replace("length: 65536", "length: 200").replace("rank: 8192", "rank: 400")
     (tmp_path / "run.yaml").write_text(settings)
@@ -40,3 +40,10 @@ def test_pictures_of_a_mixture(tmp_path, capsys):
     least = 4 * 4 * found["step"]["num_rows"] * linear / 400e12 / 2  # encoded on two ranks
     for one in found.values():
         assert least < one["step_s"] * one["efficiency"] < 2 * least
+        assert one["step_s"] == one["outside_s"]
+    assert main([*command, "--", "--pipeline-model-parallel-size", "2"]) == 0
+    assert "encoded in gaps of its pipelines:" in capsys.readouterr().out
+    beside = json.loads((tmp_path / "s.json").read_text())["media"]
+    assert 0 < beside["step"]["step_s"] < 0.9 * beside["step"]["outside_s"]
+    for one in beside.values():
+        assert one["step_s"] <= one["outside_s"]

@@ -1,7 +1,13 @@
 """What ``megatron-hdp check`` finds, and how it is told."""
 
 from megatron_hdp.cli.checking.checks import check
-from megatron_hdp.cli.checking.encoder import encoder_of, planned_items, with_encoder
+from megatron_hdp.cli.checking.encoder import (
+    encoder_of,
+    encodes_in_gaps,
+    gap_figures,
+    planned_items,
+    with_encoder,
+)
 from megatron_hdp.cli.checking.finding import Finding
 from megatron_hdp.cli.checking.finding_text import as_json, as_text
 from megatron_hdp.cli.checking.gpus import degree_refusals, job_of
@@ -15,6 +21,8 @@ __all__ = [
     "cost_model_of",
     "degree_refusals",
     "encoder_of",
+    "encodes_in_gaps",
+    "gap_figures",
     "job_of",
     "planned_items",
     "preset_batch",

@@ -168,21 +168,44 @@ def in_gaps(
 
     The other arguments are those of `with_encoder`.
     """
-    size = setting.lockstep_ranks
-    times = evaluation_of(made, setting.cost_model, size, setting.pipeline)
-    number = int(slots_of_micro_batches(made, setting.pipeline, size).max(initial=0)) + 1
     patches = read_sizes(items, encoder.shape.resizing).patches
-    batch = _dealt(job, encoder, patches, number, gpus_per_node)
-    how = {"tensor_ranks": job.tensor_ranks, "lockstep_ranks": size}
-    choices = gap_choices(made, times, batch.micro_batches, **how)
-    found = plan_in_gaps(batch, encoder.cost, choices, arguments.hdp_media_balance)
-    figures = evaluate_items(*found, encoder.cost)
+    balance = arguments.hdp_media_balance
+    figures = gap_figures(job, encoder, patches, balance, made, setting, gpus_per_node)
     return replace(
         forecast,
         step_s=figures.makespan_s,
         outside_s=forecast.step_s,
         efficiency=figures.efficiency,
     )
+
+
+def gap_figures(
+    job: Job,
+    encoder: "ItemEncoder",
+    patches: Int64Array,
+    balance: str,
+    made: Plan,
+    setting: Setting,
+    gpus_per_node: int = 8,
+) -> ItemFigures:
+    """How much longer a pipeline's step of this plan takes, at most, beside which all encode.
+
+    Args:
+        job: as of `planned_items`.
+        encoder: as of `planned_items`.
+        patches: as of `planned_items`.
+        balance: as of `planned_items`.
+        made: of the step's sequences.
+        setting: by which it was made.
+        gpus_per_node: as of `planned_items`.
+    """
+    size = setting.lockstep_ranks
+    times = evaluation_of(made, setting.cost_model, size, setting.pipeline)
+    number = int(slots_of_micro_batches(made, setting.pipeline, size).max(initial=0)) + 1
+    batch = _dealt(job, encoder, patches, number, gpus_per_node)
+    how = {"tensor_ranks": job.tensor_ranks, "lockstep_ranks": size}
+    choices = gap_choices(made, times, batch.micro_batches, **how)
+    return evaluate_items(*plan_in_gaps(batch, encoder.cost, choices, balance), encoder.cost)
 
 
 def planned_items(
