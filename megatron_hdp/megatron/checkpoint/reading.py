@@ -16,6 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_hdp.megatron.adapters import is_of_encoder
 from megatron_hdp.megatron.checkpoint import unpickling
 from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
 from megatron_hdp.megatron.checkpoint.together import on_every_rank, on_first_rank
@@ -71,6 +72,21 @@ def read(content: dict[str, Any], source: Path) -> dict[str, Any]:
     """
     with _explained(source):
         return dict(dist_checkpointing.load(content, str(source)))
+
+
+def holds_encoder(source: Path) -> bool:
+    """Whether weights of an encoder are among a checkpoint's; every rank must call this.
+
+    Raises:
+        ValueError: it is damaged; the same on every rank.
+    """
+
+    def is_found() -> bool:
+        with _explained(source):
+            names = dist_checkpointing.load_tensors_metadata(str(source))
+            return any(map(is_of_encoder, names))
+
+    return on_first_rank(is_found)
 
 
 @contextmanager

@@ -26,10 +26,10 @@ from megatron_hdp.megatron.checkpoint import reading, rng_state
 from megatron_hdp.megatron.checkpoint.released import ARGUMENTS, record_of
 from megatron_hdp.megatron.checkpoint.weights import (
     ADAPTERS,
-    HAS_ENCODER,
     OURS,
     layout_metadata,
     put_weights,
+    read_weights,
     sharded_weights,
 )
 from megatron_hdp.megatron.optimizer import laid_out, settings, torch_adam
@@ -91,7 +91,6 @@ class TrainingState:
             "positions": position_record(self._arguments),
             ARGUMENTS: record_of(self._arguments),
             ADAPTERS: adapter_record(self._arguments),
-            HAS_ENCODER: self._arguments.hdp_encoder is not None,
         }
         if not self.order.hybrid_data_parallel:
             content["rng_state"] = rng_state.sharded()
@@ -105,8 +104,7 @@ class TrainingState:
         """
         saved = reading.read_common(source).get(OURS, {})
         require_same_adapters(None, saved.get(ADAPTERS), source)
-        weights = sharded_weights(self.chunks, of_encoder=bool(saved.get(HAS_ENCODER)))
-        put_weights(self.chunks, reading.read(weights, source), of_encoder=False)
+        read_weights(self.chunks, source)
         self.announcements = other_positions(self._arguments, saved.get("positions", {}))
         self.optimizer.reload_model_params()
 

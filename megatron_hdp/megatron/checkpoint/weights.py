@@ -20,8 +20,6 @@ OURS = "megatron_hdp"
 """The entry of a checkpoint that is not Megatron's."""
 ADAPTERS = "adapters"
 """Where that says which adapters it holds; None or nothing: a whole model's weights."""
-HAS_ENCODER = "encoder"
-"""Where that says whether an encoder is among them."""
 IN_ARGUMENTS = "hdp_adapters"
 """Where arguments of a Megatron-LM checkout, which its checkpoints hold, say the same."""
 _WRAPPERS = (DistributedDataParallel, Float16Module)
@@ -117,9 +115,24 @@ def load_weights(
     of_adapters = saved is not None
     if of_adapters and not has_adapters(chunks):
         require_same_adapters(None, saved, source)
-    content = reading.read(sharded_weights(chunks, of_adapters=of_adapters), source)
-    put_weights(chunks, content, of_adapters=of_adapters)
+    read_weights(chunks, source, of_adapters=of_adapters)
     say(f"loaded the weights of {source}")
+
+
+def read_weights(
+    chunks: Sequence[DistributedDataParallel], source: Path, *, of_adapters: bool = False
+) -> None:
+    """Gives a rank's parts of the model the weights of a checkpoint, of an encoder if it has one.
+
+    Every rank must call this; see `sharded_weights`.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or of another model.
+    """
+    of_encoder = reading.holds_encoder(source)
+    weights = sharded_weights(chunks, of_adapters=of_adapters, of_encoder=of_encoder)
+    content = reading.read(weights, source)
+    put_weights(chunks, content, of_adapters=of_adapters, of_encoder=of_encoder)
 
 
 def has_adapters(chunks: Sequence[DistributedDataParallel]) -> bool:

@@ -15,6 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron_hdp.encoders import load_encoder
 from megatron_hdp.megatron.adapters import is_of_encoder
 from megatron_hdp.megatron.checkpoint.folder import CheckpointFolder
+from megatron_hdp.megatron.checkpoint.reading import holds_encoder
 from megatron_hdp.megatron.checkpoint.together import on_first_rank
 from megatron_hdp.megatron.lm.adapters import some_weights
 from megatron_hdp.options import OptionError
@@ -40,8 +41,8 @@ def is_missing(args: argparse.Namespace) -> bool:
     """
     if args.hdp_encoder is None:
         return False
-    source, is_resumed = on_first_rank(partial(_text_alone, args))
-    if source is None:
+    source, is_resumed = on_first_rank(partial(_source, args))
+    if source is None or holds_encoder(source):
         return False
     if is_resumed and not (args.finetune or args.no_load_optim):
         raise OptionError(
@@ -57,16 +58,14 @@ def left_out(chunks: Sequence[Any]) -> AbstractContextManager[None]:
     return some_weights(chunks, lambda name: not is_of_encoder(name))
 
 
-def _text_alone(args: argparse.Namespace) -> tuple[Path | None, bool]:
-    """The checkpoint that Megatron will load, if it holds no encoder; whether it is --load's."""
+def _source(args: argparse.Namespace) -> tuple[Path | None, bool]:
+    """The checkpoint that Megatron will load, if it is distributed; whether it is --load's."""
     step = getattr(args, "ckpt_step", None)
     for folder in (args.load, getattr(args, "pretrained_checkpoint", None)):
         if folder is None:
             continue
         found = CheckpointFolder(Path(folder))
         source = found.newest() if step is None or folder != args.load else found.find(step)
-        if source is None or not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
-            continue
-        names = dist_checkpointing.load_tensors_metadata(str(source))
-        return (None if any(map(is_of_encoder, names)) else source), folder == args.load
+        if source is not None and dist_checkpointing.check_is_distributed_checkpoint(str(source)):
+            return source, folder == args.load
     return None, False

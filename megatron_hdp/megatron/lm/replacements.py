@@ -144,7 +144,7 @@ def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
         return original(*positional, **named)
     from megatron_hdp.megatron.cpu import gpu_gaps
     from megatron_hdp.megatron.lm.model import adapt
-    from megatron_hdp.megatron.model import add_encoder, choose_trained, require_trained
+    from megatron_hdp.megatron.model import choose_trained, require_trained
 
     _job.begin(args)
     if not shim.is_active():
@@ -160,9 +160,8 @@ def adapt_model(original: Function, *positional: Any, **named: Any) -> Any:
 
     def adapted(*its_positional: Any, **its_named: Any) -> Any:
         model = adapt(make_stage(*its_positional, **its_named), fused_loss=args.hdp_fused_loss)
-        if encoders:  # of a rank's parts of the model the first is made first
-            add_encoder(model, encoders.pop())
-        choose_trained(model, args)
+        # of a rank's parts of the model the first is made first, and has the encoder
+        choose_trained(model, args, encoders.pop() if encoders else None)
         return model
 
     bound.arguments[first] = adapted

@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_hdp.megatron.model.attention import HdpCoreAttention
-from megatron_hdp.megatron.model.encoder import add_encoder
 from megatron_hdp.megatron.model.frozen import choose_trained, require_trained
 from megatron_hdp.megatron.model.fused_loss import FusedLossModel
 from megatron_hdp.megatron.model.initialisation import initialise_by_name
@@ -293,11 +292,7 @@ def _chunk(
     if arguments.hybrid_data_parallel:
         give_own_positions(model)
         initialise_by_name(model, arguments.seed)
-        if encoder is not None and arguments.lora_rank is None:
-            add_encoder(model, encoder)
-        choose_trained(model, arguments)
-        if encoder is not None and arguments.lora_rank is not None:  # they alone are trained
-            add_encoder(model, encoder.requires_grad_(False))
+        choose_trained(model, arguments, encoder)
     model.to(compute_device(), model_dtype(arguments))  # torch's norms ignore params_dtype
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,

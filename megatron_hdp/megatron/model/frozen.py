@@ -10,6 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_hdp.megatron.model.encoder import add_encoder
 from megatron_hdp.megatron.model.initialisation import global_parameters
 from megatron_hdp.megatron.model.lora import add_adapters, require_adapters
 from megatron_hdp.megatron.parallel import compute_device
@@ -18,17 +19,20 @@ from megatron_hdp.runtime.gathering import summed_by_name
 _TRAINED = "weights that are trained"
 
 
-def choose_trained(model: GPTModel, options: Any) -> None:
+def choose_trained(model: GPTModel, options: Any, encoder: torch.nn.Module | None = None) -> None:
     """Makes a stage train what flags say: all weights, some of them, or adapters alone.
 
     Args:
         model: before Megatron's DDP wraps it.
         options: our arguments, or Megatron's.
+        encoder: becomes a part of the model; it has no adapters, and is frozen beside them.
 
     Raises:
         ValueError: flags do not fit the model.
     """
     if options.lora_rank is None:
+        if encoder is not None:
+            add_encoder(model, encoder)
         freeze(model, options.hdp_frozen)
         return
     add_adapters(
@@ -38,6 +42,8 @@ def choose_trained(model: GPTModel, options: Any) -> None:
         targets=options.lora_targets,
         seed=options.seed,
     )
+    if encoder is not None:  # behind the adapters: its layers have names of targets, too
+        add_encoder(model, encoder.requires_grad_(False))
 
 
 def require_trained(chunks: Iterable[Any], options: Any) -> None:

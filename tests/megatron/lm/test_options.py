@@ -171,11 +171,6 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
         ("", {"hybrid_layer_pattern": "*-/G-"}, "-pattern: found G, expected .* gated delta net"),
         ("", {"hybrid_layer_pattern": "D-"}, "-pattern: found D, expected .* sparse attention"),
         (
-            "--hdp-encoder e --lora-rank 2",
-            {"hidden_dropout": 0.0},
-            "--hdp-encoder: found --lora-rank beside it",
-        ),
-        (
             "--hdp-encoder e --hdp-loaders ray",
             {"hidden_dropout": 0.0},
             "found --hdp-loaders ray beside",

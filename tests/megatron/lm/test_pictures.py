@@ -40,7 +40,6 @@ VIRTUAL = (2, [*ONE, *STAGES, "--num-virtual-stages-per-pipeline-rank", "2", "--
 REFUSED = {
     "optimizer": (["--load"], "found no encoder in"),
     "dropout": (["--hidden-dropout", "0.1"], "found --hidden-dropout 0.1, which does not work"),
-    "adapters": (["--lora-rank", "2"], "found --lora-rank beside it"),
 }
 
 
