@@ -36,6 +36,13 @@ def main() -> int:
         metavar="N",
         help="with --cells: ours in parts, too",
     )
+    parser.add_argument(
+        "--virtual-stages",
+        type=int,
+        default=1,
+        metavar="V",
+        help="with --sequence-parts: ours and the static mesh in V chunks a stage, too",
+    )
     parser.add_argument("--page", action="store_true", help="from the JSON that is there")
     parser.add_argument("--folder", type=Path, default=DOCS, help="default: docs/")
     options = parser.parse_args()
@@ -45,7 +52,8 @@ def main() -> int:
         chosen = fnmatch.filter(names, options.cells)
         if not chosen:
             parser.error(f"--cells {options.cells}: no such cell; there are {', '.join(names)}")
-        cells = [figures_of(names[name], constants, options.sequence_parts) for name in chosen]
+        how = options.sequence_parts, options.virtual_stages
+        cells = [figures_of(names[name], constants, *how) for name in chosen]
         print(json.dumps({"constants": asdict(constants), "cells": cells}, indent=1))
         return 0
     path = options.folder / "reproduction.json"

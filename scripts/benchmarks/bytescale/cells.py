@@ -111,11 +111,14 @@ def step_times_s(
     return times
 
 
-def figures_of(cell: Cell, constants: Constants, sequence_parts: int = 1) -> dict[str, Any]:
+def figures_of(
+    cell: Cell, constants: Constants, sequence_parts: int = 1, virtual_stages: int = 1
+) -> dict[str, Any]:
     """The cell's entry of the JSON: speed-ups over the static mesh, by the time of all steps.
 
     A spread is the least and greatest of the seeds. ``bound`` is what no plan exceeds. With stages
-    and ``sequence_parts`` above 1 there is ours in parts, too.
+    and ``sequence_parts`` above 1 there is ours in parts, too, and with ``virtual_stages`` above 1
+    that in so many chunks a stage, and the static mesh in as many, over the one in one chunk.
     """
     setting = setting_of(cell.row, cell.context, constants)
     times = step_times_s(cell, constants, ("static", *STRATEGIES))
@@ -145,9 +148,18 @@ def figures_of(cell: Cell, constants: Constants, sequence_parts: int = 1) -> dic
             for seed in range(SEEDS)
             for step in range(BATCHES)
         ]
-        mine_s = [execution_of(parted, lengths, "auto").step_s for lengths in batches]
-        found["in_parts"] = round(float(static.sum() / sum(mine_s)), 3)
+
+        def over_static(one: Setting, strategy: str) -> float:
+            mine_s = sum(execution_of(one, lengths, strategy).step_s for lengths in batches)
+            return round(float(static.sum() / mine_s), 3)
+
+        found["in_parts"] = over_static(parted, "auto")
         found["bound_in_parts"] = round(float(static.sum() / bound_s(cell, parted)), 3)
+        if virtual_stages > 1:
+            chunks = replace(parted.pipeline, chunks=virtual_stages)
+            in_chunks = replace(parted, pipeline=chunks)
+            found["in_parts_and_chunks"] = over_static(in_chunks, "auto")
+            found["static_in_chunks"] = over_static(in_chunks, "static")
     return found
 
 
