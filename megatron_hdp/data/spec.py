@@ -1,6 +1,7 @@
 """One source of data as a user names it: where it lies, what it is, how it becomes sequences."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 FORMATS = ("auto", "tokens", "text", "chat", "pairs", "labelled")
@@ -153,5 +154,17 @@ class LoadersSpec:
     """Memory of all loaders of a node; above it no loader is added."""
     shadows: int = 0
     """Standby loaders of a source, which replace one that dies."""
+    sources_per_loader: int = 1
+    """Sources that share a loader's process; one with ``on-failure: go-on-without`` shares none."""
     timeout_s: int = 120
     """A source that has not answered for this long has failed; so has Ray if it is not up then."""
+
+    def crews(self, sources: Sequence[SourceSpec]) -> list[tuple[str, ...]]:
+        """Return the names of the sources that share loaders, in the order of the file.
+
+        A source that may fail, perhaps by reads that hang, is alone: it takes no other with it.
+        """
+        together = [one.name for one in sources if not one.may_fail]
+        size = self.sources_per_loader
+        shared = [tuple(together[i : i + size]) for i in range(0, len(together), size)]
+        return [*shared, *((one.name,) for one in sources if one.may_fail)]

@@ -158,67 +158,71 @@ class Planner:
 
 
 class Loader:
-    """One loader of one source; a spare is told later of which."""
+    """One loader of one source or of several; a spare is told later of which."""
 
-    def __init__(self, setup: bytes | None = None, source: str = "") -> None:
-        """Open the source, if it is known.
+    def __init__(self, setup: bytes | None = None, sources: Sequence[str] = ()) -> None:
+        """Open the sources, if they are known.
 
         Args:
             setup: of the split, as JSON.
-            source: name of the source.
+            sources: names of the sources.
         """
         run_hook()
         self._lock = threading.Lock()
-        self._service: LoadingService | None = None
+        self._services: dict[str, LoadingService] = {}
         self._failure: Exception | None = None
         if setup is not None:
-            self.open(setup, source)
+            self.open(setup, sources)
 
-    def open(self, setup: bytes, source: str) -> None:
-        """Open a source, unless that is done; whoever asks for rows hears why it failed.
+    def open(self, setup: bytes, sources: Sequence[str]) -> None:
+        """Open sources, unless that is done; whoever asks for rows hears why it failed.
 
         Raises:
-            ValueError: it cannot be opened.
+            ValueError: one of them cannot be opened.
         """
         with self._lock:
-            if self._service is not None:
+            if self._services:
                 return
             try:
-                opened = from_plain(SplitSetup, orjson.loads(setup)).alone(source, _say)
+                opened = from_plain(SplitSetup, orjson.loads(setup)).opened(sources, _say)
             except Exception as error:
                 self._failure = error
                 raise
-            self._service, self._failure = LoadingService(opened.sources[0]), None
+            self._services = {one.name: LoadingService(one) for one in opened}
+            self._failure = None
 
-    def load(self, wanted: Wanted) -> Loaded:
-        """Return pieces of the source."""
-        return self._opened().load(wanted)
+    def load(self, source: str, wanted: Wanted) -> Loaded:
+        """Return pieces of a source."""
+        return self._opened(source).load(wanted)
 
-    def decode(self, wanted: WantedItems) -> list[Decoded]:
-        """Return pictures of the source."""
-        return self._opened().decode(wanted)
+    def decode(self, source: str, wanted: WantedItems) -> list[Decoded]:
+        """Return pictures of a source."""
+        return self._opened(source).decode(wanted)
 
-    def lengths(self, rows: Int64Array) -> Int64Array:
-        """Return tokens of rows."""
-        return self._opened().lengths(rows)
+    def lengths(self, source: str, rows: Int64Array) -> Int64Array:
+        """Return tokens of a source's rows."""
+        return self._opened(source).lengths(rows)
 
-    def num_trained(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
+    def num_trained(
+        self, source: str, rows: Int64Array, starts: Int64Array, stops: Int64Array
+    ) -> Int64Array:
         """Return of the labelled tokens ``[start, stop)`` of rows those whose label is trained."""
-        return self._opened().num_trained(rows, starts, stops)
+        return self._opened(source).num_trained(rows, starts, stops)
 
     def figures(self) -> dict[str, Any] | None:
-        """Return what it has done; None while it has no source."""
-        if self._service is None:
+        """Return what it has done, by source; None while it has none."""
+        if not self._services:
             return None
-        found = to_plain(self._service.figures)
-        return {**found, "pid": os.getpid(), "rss_bytes": _rss_bytes(), "looked_s": time.time()}
+        done = {name: to_plain(one.figures) for name, one in self._services.items()}
+        about = {"pid": os.getpid(), "rss_bytes": _rss_bytes(), "looked_s": time.time()}
+        return {"sources": done, **about}
 
-    def _opened(self) -> LoadingService:
+    def _opened(self, source: str) -> LoadingService:
         if self._failure is not None:
             raise self._failure
-        if self._service is None:
-            raise NotOpenError("it has not opened its source yet")
-        return self._service
+        if not self._services:
+            raise NotOpenError("it has not opened its sources yet")
+        return self._services[source]
 
 
 class Constructor:
@@ -282,20 +286,20 @@ def start_planner(plane: str, folder: Path, timeout_s: float) -> Any:
     return _start(Planner, name, str(folder), timeout_s, scheduling_strategy=_here())
 
 
-def start_loader(plane: str, setup: SplitSetup, source: str, number: int) -> Any:
-    """Start one more loader of a source, on any node."""
-    name = loader_of(plane, setup.split, source, number)
-    return _start(Loader, name, orjson.dumps(to_plain(setup)), source, scheduling_strategy="SPREAD")
+def start_loader(plane: str, setup: SplitSetup, sources: Sequence[str], number: int) -> Any:
+    """Start one more loader of sources, on any node."""
+    name, plain = loader_of(plane, setup.split, sources, number), orjson.dumps(to_plain(setup))
+    return _start(Loader, name, plain, sources, scheduling_strategy="SPREAD")
 
 
 def start_spare(plane: str, number: int) -> Any:
-    """Start a loader whose source is not known yet, on any node."""
+    """Start a loader whose sources are not known yet, on any node."""
     return _start(Loader, spare_of(plane, number), scheduling_strategy="SPREAD")
 
 
-def open_spare(spare: Any, setup: SplitSetup, source: str) -> Any:
-    """Let a spare open a source, unless it has; return what will say whether it could."""
-    return spare.open.remote(orjson.dumps(to_plain(setup)), source)
+def open_spare(spare: Any, setup: SplitSetup, sources: Sequence[str]) -> Any:
+    """Let a spare open sources, unless it has; return what will say whether it could."""
+    return spare.open.remote(orjson.dumps(to_plain(setup)), sources)
 
 
 def start_constructor(plane: str, node: int, folder: Path, shared: Path, timeout_s: float) -> Any:

@@ -136,6 +136,8 @@ class Asker:
     ) -> Any:
         """Return what a method of a source's loaders returns, of the first one that answers.
 
+        The method is given the name of the source and the arguments.
+
         Raises:
             SourceLost: none does in time.
             ValueError: what the loader says of the data.
@@ -146,7 +148,7 @@ class Asker:
         while time.monotonic() < deadline:
             for turn, name in enumerate(loaders):
                 try:
-                    asked = getattr(self._find(name), method).remote(*arguments)
+                    asked = getattr(self._find(name), method).remote(source, *arguments)
                     left_s = min(patience_s, deadline - time.monotonic())
                     answer = _get(asked, max(left_s, _PAUSE_S))
                 except GetTimeoutError:

@@ -1,6 +1,7 @@
 """What the actors of a plane are called, so that each finds the others."""
 
 import signal
+from collections.abc import Sequence
 
 NAMESPACE = "megatron_hdp"
 END_SIGNAL = signal.SIGUSR2
@@ -26,6 +27,8 @@ def spare_of(plane: str, number: int) -> str:
     return f"{plane}-loader-{number}"
 
 
-def loader_of(plane: str, split: str, source: str, number: int) -> str:
-    """Return the name of one of a source's loaders."""
-    return f"{plane}-loader-{split}-{source}-{number}"
+def loader_of(plane: str, split: str, sources: Sequence[str], number: int) -> str:
+    """Return the name of one of a split's loaders; no two have the same number."""
+    first, *others = sources
+    label = f"{first}+{len(others)}" if others else first
+    return f"{plane}-loader-{split}-{label}-{number}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,15 +70,18 @@ class SplitSetup:
         made.follow(self.orders)
         return made
 
-    def alone(self, name: str, say: Callable[[str], None]) -> Corpus:
-        """Return one of its sources, opened by itself.
+    def opened(self, names: Collection[str], say: Callable[[str], None]) -> Sequence[Source]:
+        """Return some of its sources, opened, and no others.
 
         Raises:
-            ValueError: it cannot be opened.
+            ValueError: one of them cannot be opened, or is none of the split.
         """
-        (source,) = (one for one in self.spec.sources if one.name == name)
-        spec = replace(self.spec, sources=(source,), schedule=Schedule())
-        return open_corpus(spec, self._opening(say))
+        declared = {one.name: one for one in self.spec.sources}
+        if unknown := set(names) - declared.keys():
+            raise ValueError(f"found sources {sorted(unknown)}, expected some of {[*declared]}")
+        sources = tuple(declared[name] for name in names)
+        spec = replace(self.spec, sources=sources, schedule=Schedule())
+        return open_corpus(spec, self._opening(say)).sources
 
     def _opening(self, say: Callable[[str], None]) -> Opening:
         return Opening(

@@ -25,6 +25,8 @@ _NICENESS = "RAY_worker_niceness"  # else 15: on a busy node, ranks would wait f
 _FRUGALITY = {
     # Else each thread that allocates gets an arena, which keeps what the thread has freed.
     "MALLOC_ARENA_MAX": "2",
+    # Else Arrow keeps what it has freed of the parts of tables in a pool of its own.
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
 _PROMPTNESS = {
     # Who asks an actor that has died hears of it in 0.1 s, else after 1 to 2 s: Ray waits for the

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +25,13 @@ _UNKNOWN = 0.5  # neither busy nor idle
 
 @dataclass(eq=False)
 class _Loader:
-    """One loader of a source."""
+    """One loader of a source, or of several."""
 
     name: str
     actor: Any
+    sources: tuple[str, ...]
     opening: Any = None
-    """What a spare was asked: to open the source."""
+    """What a spare was asked: to open the sources."""
     asked: Any = None
     """What it was asked and has not answered yet."""
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -44,23 +46,51 @@ class _Loader:
 
 @dataclass
 class _Crew:
-    """The loaders of one source of one split."""
+    """The loaders that have the same sources."""
 
-    source: str
+    sources: tuple[str, ...]
     loaders: list[_Loader] = field(default_factory=list)
-    num_ever: int = 0
 
-    def add(self, name: str, actor: Any, opening: Any = None) -> None:
-        self.loaders.append(_Loader(name, actor, opening))
-        self.num_ever += 1
 
-    def order(self) -> list[_Loader]:
-        """The first ones serve, the rest stand by; those that are being started come last."""
-        return sorted(self.loaders, key=lambda one: not one.figures)
+class _Split:
+    """The loaders of one split: `min` and those that stand by share sources, others have one."""
 
-    def num_serving(self, wanted: int) -> int:
-        """How many of the first ones share the work: none that still opens the source."""
-        return max(1, min(wanted, sum(bool(one.figures) for one in self.loaders)))
+    def __init__(self, setup: SplitSetup, num_nodes: int) -> None:
+        self.setup = setup
+        self.scaling = Scaling(setup.loaders, num_nodes)
+        sources = setup.spec.sources
+        self._shared = [_Crew(names) for names in setup.loaders.crews(sources)]
+        self._own = {one.name: _Crew((one.name,)) for one in sources}
+        self.told: Any = None
+        """What the planner was told of them last."""
+        self.numbers = itertools.count()
+        """Of loaders that are started, in their names."""
+
+    def crews(self) -> Iterator[tuple[_Crew, int]]:
+        """Yield all with how many loaders they should have."""
+        spec = self.setup.loaders
+        for one in self._shared:
+            yield one, spec.min + spec.shadows
+        for name, one in self._own.items():
+            yield one, self.scaling.wanted[name] - spec.min
+
+    def all(self) -> list[_Loader]:
+        return [one for crew in (*self._shared, *self._own.values()) for one in crew.loaders]
+
+    def by_source(self) -> dict[str, list[_Loader]]:
+        """The first ones of each source serve, the rest stand by; see `_in_order`."""
+        found = self.all()
+        return {name: _in_order([o for o in found if name in o.sources]) for name in self._own}
+
+
+def _in_order(loaders: Sequence[_Loader]) -> list[_Loader]:
+    """Those that are being started come last."""
+    return sorted(loaders, key=lambda one: not one.figures)
+
+
+def _num_serving(loaders: Sequence[_Loader], wanted: int) -> int:
+    """How many of the first ones share a source's work: none that still opens it."""
+    return max(1, min(wanted, sum(bool(one.figures) for one in loaders)))
 
 
 class Supervisor:
@@ -78,10 +108,7 @@ class Supervisor:
         self._planner = planner
         self._num_spares = num_spares
         self._spares: list[tuple[str, Any]] = []
-        self._setups: dict[str, SplitSetup] = {}
-        self._crews: dict[str, dict[str, _Crew]] = {}
-        self._scaling: dict[str, Scaling] = {}
-        self._told: dict[str, Any] = {}
+        self._splits: dict[str, _Split] = {}
         self._epoch = 0
         self._behind: dict[str, set[str]] = {}
         self._judged_at = 0.0
@@ -94,24 +121,23 @@ class Supervisor:
             behind: for each split, sources that a step has waited for since the last look.
         """
         for split, plain in self._ask_planner("setups").items():
-            if split not in self._crews:
-                setup = from_plain(SplitSetup, plain)
-                self._setups[split] = setup
-                self._scaling[split] = Scaling(setup.loaders, nodes)
-                self._crews[split] = {one.name: _Crew(one.name) for one in setup.spec.sources}
-        if self._num_spares and not self._setups:
+            if split not in self._splits:
+                self._splits[split] = _Split(from_plain(SplitSetup, plain), nodes)
+        if self._num_spares and not self._splits:
             self._start_spares(nodes)
         epoch = self._ask_planner("figures")["epoch"]
         if epoch != self._epoch:  # another planner, which knows of nobody
-            self._epoch, self._told = epoch, {}
+            self._epoch = epoch
+            for one in self._splits.values():
+                one.told = None
         for split, sources in behind.items():
             self._behind.setdefault(split, set()).update(sources)
         is_due = time.monotonic() - self._judged_at >= _JUDGE_S
-        for split, crews in self._crews.items():
-            self._look_at(split, crews, self._behind.get(split, set()) if is_due else None)
+        for name, split in self._splits.items():
+            self._look_at(split, self._behind.get(name, set()) if is_due else None)
         if is_due:
             self._judged_at, self._behind = time.monotonic(), {}
-        if self._setups:
+        if self._splits:
             self._num_spares = 0
             while self._spares:  # sources without a document need none
                 ray.kill(self._spares.pop()[1], no_restart=True)
@@ -119,46 +145,47 @@ class Supervisor:
     def figures(self) -> dict[str, Any]:
         """Return what each loader said last, by split and source."""
         return {
-            split: {
-                name: {
-                    "wanted": self._scaling[split].wanted.get(name, 0),
-                    "loaders": [dict(one.figures) for one in crew.order()],
+            name: {
+                source: {
+                    "wanted": split.scaling.wanted.get(source, 0),
+                    "loaders": [_part(one.figures, source) for one in loaders],
                 }
-                for name, crew in crews.items()
+                for source, loaders in split.by_source().items()
             }
-            for split, crews in self._crews.items()
+            for name, split in self._splits.items()
         }
 
-    def _look_at(self, split: str, crews: Mapping[str, _Crew], behind: set[str] | None) -> None:
-        scaling, setup = self._scaling[split], self._setups[split]
-        for crew in crews.values():
-            _hear(crew, setup)
+    def _look_at(self, split: _Split, behind: set[str] | None) -> None:
+        scaling, loaders = split.scaling, split.all()
+        _hear(loaders, split.setup)
         if behind is not None or not scaling.wanted:
             late = behind or set()
-            scaling.look({name: _seen(crew, name in late) for name, crew in crews.items()})
-        wanted = scaling.wanted
-        for name, crew in crews.items():
-            total = wanted[name] + setup.loaders.shadows
+            crews = split.by_source()
+            scaling.look({name: _seen(name, crews[name], name in late) for name in crews})
+            for one in loaders:
+                one.judged = one.figures
+        for crew, total in split.crews():
             while len(crew.loaders) < total:
-                self._man(crew, setup)
-            for one in crew.order()[total:]:
+                crew.loaders.append(self._manned(crew.sources, split))
+            for one in _in_order(crew.loaders)[total:]:
                 ray.kill(one.actor, no_restart=True)
                 crew.loaders.remove(one)
-        serving = {name: tuple(one.name for one in crew.order()) for name, crew in crews.items()}
-        told = serving, {name: crew.num_serving(wanted[name]) for name, crew in crews.items()}
-        if self._told.get(split) != told:
-            self._ask_planner("serve", split, *told)
-            self._told[split] = told
+        by_source = split.by_source()
+        serving = {name: tuple(one.name for one in found) for name, found in by_source.items()}
+        wanted = scaling.wanted
+        told = serving, {name: _num_serving(by_source[name], wanted[name]) for name in by_source}
+        if split.told != told:
+            self._ask_planner("serve", split.setup.split, *told)
+            split.told = told
 
-    def _man(self, crew: _Crew, setup: SplitSetup) -> None:
-        """Give a source one more loader: a spare, as long as there are any."""
+    def _manned(self, sources: tuple[str, ...], split: _Split) -> _Loader:
+        """Return one more loader of sources: a spare, as long as there are any."""
         if self._spares:
             name, spare = self._spares.pop(0)
-            crew.add(name, spare, open_spare(spare, setup, crew.source))
-            return
-        number = crew.num_ever
-        name = loader_of(self._plane, setup.split, crew.source, number)
-        crew.add(name, start_loader(self._plane, setup, crew.source, number))
+            return _Loader(name, spare, sources, open_spare(spare, split.setup, sources))
+        number = next(split.numbers)
+        name = loader_of(self._plane, split.setup.split, sources, number)
+        return _Loader(name, start_loader(self._plane, split.setup, sources, number), sources)
 
     def _start_spares(self, nodes: int) -> None:
         """Start the spares once all nodes are there, so that they are spread over them."""
@@ -173,14 +200,14 @@ class Supervisor:
         return ray.get(call.remote(*arguments), timeout=_ANSWER_S)
 
 
-def _hear(crew: _Crew, setup: SplitSetup) -> None:
-    """Ask a source's loaders what they do, and note what those say that answer at once."""
-    for one in crew.loaders:
+def _hear(loaders: Sequence[_Loader], setup: SplitSetup) -> None:
+    """Ask a split's loaders what they do, and note what those say that answer at once."""
+    for one in loaders:
         if one.asked is None:
             one.asked = one.actor.figures.remote()
-    asked = [one.asked for one in crew.loaders]
+    asked = [one.asked for one in loaders]
     ready = ray.wait(asked, num_returns=len(asked), timeout=_LOOK_S)[0] if asked else []
-    for one in crew.loaders:
+    for one in loaders:
         if one.asked not in ready:
             continue
         answer, one.asked = one.asked, None
@@ -192,9 +219,9 @@ def _hear(crew: _Crew, setup: SplitSetup) -> None:
         if found is not None:
             one.figures = found
             continue
-        one.forget()  # a spare that has not opened its source, or was started again
+        one.forget()  # a spare that has not opened its sources, or was started again
         if _may_open(one.opening):
-            one.opening = open_spare(one.actor, setup, crew.source)
+            one.opening = open_spare(one.actor, setup, one.sources)
 
 
 def _may_open(opening: Any) -> bool:
@@ -209,21 +236,28 @@ def _may_open(opening: Any) -> bool:
     return True
 
 
-def _seen(crew: _Crew, is_behind: bool) -> Seen:
-    """What a source's loaders have done since they were judged last.
+def _part(said: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What a loader has said of one of its sources, with that one's part of the memory."""
+    if not said:
+        return {}
+    done = said["sources"]
+    rss_bytes = said["rss_bytes"] // len(done)
+    return {**done[source], **{n: said[n] for n in ("pid", "looked_s")}, "rss_bytes": rss_bytes}
+
+
+def _seen(source: str, loaders: Sequence[_Loader], is_behind: bool) -> Seen:
+    """What a source's loaders have done for it since they were judged last.
 
     While one is being started, nobody knows yet how much it will help.
     """
-    told = [one for one in crew.loaders if one.figures]
-    most_mb = max((one.figures["rss_bytes"] / 2**20 for one in told), default=0.0)
-    spans = [(one.judged, one.figures) for one in told if one.judged]
+    spans = [(_part(one.judged, source), _part(one.figures, source)) for one in loaders]
+    most_mb = max((now["rss_bytes"] / 2**20 for _, now in spans if now), default=0.0)
     busy = [
         (now["busy_s"] - before["busy_s"]) / max(now["looked_s"] - before["looked_s"], 1e-3)
         for before, now in spans
+        if before and now
         if now["pid"] == before["pid"] and now["looked_s"] > before["looked_s"]
     ]
-    for one in told:
-        one.judged = one.figures
-    if len(told) < len(crew.loaders):
+    if not all(now for _, now in spans):
         return Seen(_UNKNOWN, False, most_mb)
     return Seen(sum(busy) / len(busy) if busy else _UNKNOWN, is_behind, most_mb)

@@ -66,7 +66,7 @@ def test_the_first_loader_is_asked_alone(plane):
     a, b = Actor("tokens"), Actor("others")
     asker = plane(a=a, b=b)
     assert asker.load("web", ("a", "b"), "wanted") == "tokens"
-    assert (a.asked, b.asked) == ([("wanted",)], [])
+    assert (a.asked, b.asked) == ([("web", "wanted")], [])
     assert (asker.num_takeovers, asker.longest_takeover_s) == (0, 0.0)
 
 

@@ -43,16 +43,20 @@ def pids_of(plane, source):
 
 
 @pytest.mark.parametrize(
-    "others",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["loader", "planner-and-constructor-too"],
+    ("together", "others"),
+    [(3, False), pytest.param(1, True, marks=pytest.mark.slow)],
+    ids=["shared loader", "loader-planner-and-constructor"],
 )
-def test_a_loader_the_planner_and_the_constructor_die(tmp_path, others):
+def test_a_loader_the_planner_and_the_constructor_die(tmp_path, together, others):
     """One after the other, in one plane: its steps stay those of in-process loaders."""
     path = write_pairs(tmp_path)
-    with running_plane(path, shadows=1) as plane:
+    with running_plane(path, shadows=1, sources_per_loader=together) as plane:
         steps(plane)
         before = plane.status()
+        for role in ("planner", "constructor"):  # Ray would import Arrow into them
+            maps = psutil.Process(before[role]["pid"]).memory_maps()
+            assert [one.path for one in maps if "arrow" in one.path] == []
+        assert (pids_of(plane, "web") == pids_of(plane, "chat")) == (together > 1)
         for number in (signal.SIGTERM, signal.SIGUSR1):  # as Slurm warns all of a job
             os.kill(before["pid"], number)
         first, shadow = pids_of(plane, "web")
@@ -60,6 +64,7 @@ def test_a_loader_the_planner_and_the_constructor_die(tmp_path, others):
         assert steps(plane, 6) < MOST_WAIT_S
         until(lambda: first not in pids_of(plane, "web"))
         assert shadow in pids_of(plane, "web")
+        assert (pids_of(plane, "web") == pids_of(plane, "chat")) == (together > 1)
         if not others:
             return
 

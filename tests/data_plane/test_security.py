@@ -126,7 +126,7 @@ def sources(tmp_path):
 
 def test_a_loader_opens_the_files_of_its_source_alone(sources):
     setup, folder = sources
-    web, notes = (setup.alone(name, print).sources[0] for name in ("web", "notes"))
+    web, notes = (setup.opened([name], print)[0] for name in ("web", "notes"))
     with files_opened() as opened:
         assert LoadingService(web).load(wanted([0, 5], [30, 41])).num_bytes
         service = LoadingService(notes)
@@ -141,8 +141,8 @@ def test_a_loader_opens_the_files_of_its_source_alone(sources):
 def test_a_source_that_was_not_declared_is_not_opened(sources):
     setup, folder = sources
     for name in ("secret", "../secret.jsonl", str(folder.parent / "secret.jsonl")):
-        with files_opened() as opened, pytest.raises(ValueError, match="not enough values"):
-            setup.alone(name, print)
+        with files_opened() as opened, pytest.raises(ValueError, match="expected some of"):
+            setup.opened([name], print)
         assert opened == []
 
 

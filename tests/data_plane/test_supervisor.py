@@ -32,10 +32,11 @@ def call(answer):
 class Loader:
     """An actor whose process opens its source, works, or has died."""
 
-    def __init__(self, number):
-        self.number = number
+    def __init__(self, number, sources=("web",)):
+        self.number, self.sources = number, sources
         self.state = "opens"
-        self.looks = self.busy_s = 0
+        self.looks, self.busy_s = 0, dict.fromkeys(sources, 0)
+        self.busy_with = sources
         self.figures = call(self._figures)
 
     def _figures(self):
@@ -44,18 +45,19 @@ class Loader:
         if self.state == "spare":
             return None
         self.looks += 1
-        self.busy_s += self.state == "busy"
-        return {
-            **{"pid": self.number, "looked_s": self.looks, "busy_s": self.busy_s},
-            **{"rss_bytes": 2**20, "tokens": 0},
-        }
+        for one in self.sources:
+            self.busy_s[one] += self.state == "busy" and one in self.busy_with
+        done = {one: {"busy_s": self.busy_s[one], "tokens": 0} for one in self.sources}
+        about = {"pid": self.number, "looked_s": self.looks, "rss_bytes": 30 * 2**20}
+        return {"sources": done, **about}
 
 
 class Plane:
-    """A supervisor over one source, and what it told the planner."""
+    """A supervisor, and what it told the planner: of the source `web`, and of all."""
 
     def __init__(self, monkeypatch, setup, spares=0, nodes=1):
         self.loaders, self.killed, self.opened, self.serves = [], [], [], None
+        self.all_serve = {}
         self.is_known, self.nodes = True, nodes
         self.opening = lambda: None
         fake_ray = SimpleNamespace(wait=self._wait, kill=self._kill)
@@ -80,20 +82,28 @@ class Plane:
 
     def _serve(self, split, loaders, num_serving):
         assert split == "train"
-        numbers = [int(name.rpartition("-")[2]) for name in loaders["web"]]
-        self.serves = numbers, num_serving["web"]
+        self.all_serve = {
+            source: ([int(name.rpartition("-")[2]) for name in names], num_serving[source])
+            for source, names in loaders.items()
+        }
+        self.serves = self.all_serve["web"]
 
-    def _start(self, plane, setup, source, number):
-        self.loaders.append(Loader(number))
+    def figures(self, source):
+        return self._supervisor.figures()["train"][source]
+
+    def _start(self, plane, setup, sources, number):
+        self.loaders.append(Loader(number, sources))
         return self.loaders[-1]
 
     def _start_spare(self, plane, number):
-        loader = self._start(plane, None, "", number)
+        loader = self._start(plane, None, (), number)
         loader.state = "spare"
         return loader
 
-    def _open_spare(self, loader, setup, source):
-        assert source == "web"
+    def _open_spare(self, loader, setup, sources):
+        assert sources
+        loader.__init__(loader.number, sources)
+        loader.state = "spare"
         self.opened.append(loader.number)
         return SimpleNamespace(value=self.opening, of=None)
 
@@ -123,6 +133,83 @@ def test_a_loader_serves_once_it_has_opened_its_source(plane):
     one.loaders[1].state = "busy"
     assert one.look() == ([0, 1], 2)
     assert one.killed == []
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch):
+    """A plane over three sources, two of them in one loader: a run continues without `code`."""
+    keys = {"code": "on-failure: go-on-without"}
+    path = write_pairs(tmp_path, keys=keys)
+
+    def made(spares=0, **loaders):
+        return Plane(monkeypatch, setup_of(path, sources_per_loader=9, **loaders), spares)
+
+    return made
+
+
+def test_sources_share_a_loader_but_for_one_that_may_fail(shared):
+    one = shared(max=3, shadows=1)
+    one.look()
+    assert [loader.sources for loader in one.loaders] == [("web", "chat")] * 2 + [("code",)] * 2
+    for loader in one.loaders:
+        loader.state = "works"
+    one.look()
+    both = [0, 1], 1
+    assert one.all_serve == {"web": both, "chat": both, "code": ([2, 3], 1)}
+    one.loaders[0].state = "died"
+    one.look()
+    assert one.all_serve == {"web": ([1, 0], 1), "chat": ([1, 0], 1), "code": ([2, 3], 1)}
+
+
+def test_a_busy_source_gets_loaders_of_its_own_and_an_idle_one_gives_them_back(shared):
+    one = shared(max=3)
+    one.look()
+    for loader in one.loaders:
+        loader.state, loader.busy_with = "busy", ("chat",)
+    one.look(4)
+    assert [loader.sources for loader in one.loaders] == [("web", "chat"), ("code",), ("chat",)]
+    one.loaders[2].state = "works"
+    one.look()
+    assert one.all_serve == {"web": ([0], 1), "chat": ([0, 2], 2), "code": ([1], 1)}
+    for loader in one.loaders:
+        loader.state = "idle"
+    one.look(12)
+    assert one.killed == [2]
+    assert one.all_serve == {"web": ([0], 1), "chat": ([0], 1), "code": ([1], 1)}
+
+
+def test_figures_of_a_shared_loader_are_told_by_source(shared):
+    one = shared()
+    one.look()
+    for loader in one.loaders:
+        loader.state, loader.busy_with = "busy", ("chat",)
+    one.look(2)
+    (web,), (chat,), (code,) = (one.figures(name)["loaders"] for name in ("web", "chat", "code"))
+    assert (web["busy_s"], chat["busy_s"]) == (0, 2)
+    assert web["pid"] == chat["pid"] != code["pid"]
+    sizes = [each["rss_bytes"] / 2**20 for each in (web, chat, code)]
+    assert sizes == [15, 15, 30]  # together what the processes have
+
+
+def test_a_shared_loader_does_not_count_once_for_each_of_its_sources(shared):
+    """The planted fault would be a limit that five sources in one process reach at a fifth."""
+    for memory_mb, num_loaders in ((75, 3), (74, 2)):
+        one = shared(max=2, memory_mb=memory_mb)
+        one.look()
+        for loader in one.loaders:
+            loader.state, loader.busy_with = "busy", ("web",)
+        one.look(9)
+        assert len(one.loaders) == num_loaders
+
+
+def test_one_spare_takes_all_that_share_a_loader(shared):
+    one = shared(spares=3)
+    one.is_known = False
+    one.look()
+    one.is_known = True
+    one.look()
+    assert (one.opened, one.killed) == ([0, 1], [2])
+    assert [loader.sources for loader in one.loaders[:2]] == [("web", "chat"), ("code",)]
 
 
 def test_looks_may_be_more_frequent_than_decisions(plane, monkeypatch):

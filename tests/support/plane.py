@@ -63,7 +63,7 @@ def running_plane(path, num_ranks=4, timeout_s=60.0, log_stays=False, **loaders)
     setup = setup_of(path, plan_settings(num_ranks=num_ranks), **loaders)
     place = PlanePlace.make("127.0.0.1", 1)
     spec = setup.loaders
-    num_spares = len(setup.spec.sources) * (spec.min + spec.shadows)
+    num_spares = len(spec.crews(setup.spec.sources)) * (spec.min + spec.shadows)
     with node_of_plane(place, 0, timeout_s, num_spares) as folder:
         plane = RunningPlane(folder, setup)
         try:

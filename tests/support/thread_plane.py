@@ -121,10 +121,8 @@ def planning_of(setup, folder, steps_ahead=0, planner=None):
 
 
 def loading_of(setup):
-    return {
-        one.name: LoadingService(setup.alone(one.name, lambda text: None).sources[0])
-        for one in setup.spec.sources
-    }
+    names = [one.name for one in setup.spec.sources]
+    return {one.name: LoadingService(one) for one in setup.opened(names, lambda text: None)}
 
 
 def local_steps(corpus, settings, reader, count):

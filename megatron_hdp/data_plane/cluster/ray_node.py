@@ -30,6 +30,16 @@ _WATCH_S = 0.25
 _END_S = 10.0  # in which what was killed is gone
 _START = Path(__file__).with_name("start_node.py")
 _HEAD, _NODE = "gcs_server", "raylet"
+_FRUGALITY = {
+    # Else memory of an answer that was read is free a second later, and others take more.
+    "RAY_free_objects_period_milliseconds": "0",
+    # Else each process counts its calls, and the head keeps 100,000 of them.
+    "RAY_task_events_report_interval_ms": "0",
+    # By which runtime environments name a function that workers call first.
+    "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": (
+        "megatron_hdp.data_plane.cluster.connect.leave_out_addons"
+    ),
+}
 _OBJECT_STORE_BYTES = 256 * 2**20  # nobody puts anything into it
 
 
@@ -56,7 +66,7 @@ def ray_node(
         start_command(address, node, f"{folder}/{RAY}"),
         stdin=subprocess.DEVNULL,
         preexec_fn=partial(end_with_parent, os.getpid()),
-        env=limits_of_start(start_s) | os.environ,
+        env=limits_of_start(start_s) | _FRUGALITY | os.environ,
     )
     is_over = threading.Event()
     watch = threading.Thread(target=_watch, args=(process, is_over, tell), daemon=True)

@@ -7,19 +7,22 @@ Once all is up, `ray start` only waits: on Linux a small program does that in it
 45 MB. Soon after one of Ray's processes it ends, and the kernel kills those that it has started.
 
 The raylet is told its agent's port, which ``ray start`` tells the agent alone: a raylet that has to
-ask gives up after 15 s, and on a busy machine an agent's imports take longer.
+ask gives up after 15 s, and on a busy machine an agent's imports take longer. The agent is
+`start_agent`'s, a small one.
 
 It gets as long to come up as Ray's own variable `_WAIT` says. ``ray start`` ignores it:
 after 30 s it would end all that it started.
 """
 
 import os
+import subprocess
 import sys
 import time
 from typing import Any
 
 _WAIT = "RAY_raylet_start_wait_time_s"
 _AGENT_PORT, _ITS_FLAG = "--dashboard-agent-listen-port=", "--dashboard_agent_listen_port="
+_AGENT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "start_agent.py")
 _PAUSE_S = 0.1
 _WAITING = "import os, time; os.wait(); time.sleep(1); os._exit(1)"  # who watches tells which
 
@@ -35,7 +38,8 @@ def main() -> None:
     if sys.platform == "linux":
         Node.dead_processes = _wait_small
     services.get_node = _patient(services.get_node)
-    services.start_ray_process = _telling(services.start_ray_process)
+    agent = os.path.join(services.RAY_PATH, "dashboard", "agent.py")
+    services.start_ray_process = _telling(services.start_ray_process, agent)
     scripts.main()
 
 
@@ -59,16 +63,22 @@ def _patient(get_node: Any) -> Any:
     return patient
 
 
-def _telling(start: Any) -> Any:
-    """Return what starts a process of Ray, and tells a raylet the port that this one was told."""
+def _telling(start: Any, agent: str) -> Any:
+    """Return what starts a process of Ray, and tells a raylet its agent and that one's port."""
 
     def telling(command: list[str], process_type: str, *more: Any, **named: Any) -> Any:
         if process_type == "raylet":
             told = [one for one in sys.argv if one.startswith(_AGENT_PORT)]
-            command = [*command, *(one.replace(_AGENT_PORT, _ITS_FLAG) for one in told)]
+            command = [one.replace(_word(agent), _word(_AGENT)) for one in command]
+            command += [one.replace(_AGENT_PORT, _ITS_FLAG) for one in told]
         return start(command, process_type, *more, **named)
 
     return telling
+
+
+def _word(path: str) -> str:
+    """As it stands in a command that a raylet is told."""
+    return subprocess.list2cmdline([path])
 
 
 def _no_server(node: Any, **options: Any) -> None:

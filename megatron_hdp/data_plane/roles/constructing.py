@@ -248,7 +248,7 @@ class ConstructingService(Generic[T]):
                 f"a planner of epoch {answer.epoch} has answered, expected {self._epoch} or later"
             )
         self._epoch = answer.epoch
-        self.num_loaders = sum(map(len, answer.loaders.values()))
+        self.num_loaders = len(set().union(*answer.loaders.values()))
         shares = dict(zip(ranks, answer.shares, strict=True))
         reading = {
             (one.hdp_rank, one.num_further) for one in readers if one.reads_tokens or one.reads_mask

@@ -19,7 +19,7 @@ AskItems = Callable[[str, Sequence[str], WantedItems], list[Decoded]]
 """For pictures of a source, by name, of these loaders: the first, or another if that fails; blocks,
 and several threads call it."""
 
-_BLOCK_BYTES = 2**23  # of patches that a loader sends at once: Ray's store has 256 MiB
+_BLOCK_BYTES = 2**21  # of patches that a loader sends at once: Ray's store has 256 MiB
 _THREADS = 8
 
 

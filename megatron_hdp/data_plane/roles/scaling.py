@@ -23,7 +23,7 @@ class Seen:
     is_behind: bool
     """Whether a step waited for it: nothing of it lay ready when it was asked for."""
     memory_mb: float
-    """Of its largest loader."""
+    """Of its largest loader; of one that sources share, an equal part."""
 
 
 @dataclass

@@ -215,7 +215,8 @@ def join_data_plane(arguments: TrainingArguments, *, is_late: bool = False) -> D
     ending, folder = ExitStack(), None
     if rank == nodes.index(here):
         sources = split_specs(arguments)["train"].sources
-        num_loaders = min(len(sources) * (spec.min + spec.shadows), _MOST_SPARES)
+        num_crews = len(spec.crews(sources))
+        num_loaders = min(num_crews * (spec.min + spec.shadows), _MOST_SPARES)
         part = node_of_plane(place, order.index(here), spec.timeout_s, num_loaders)
         folder = str(ending.enter_context(part))
     mine = gathered(folder)[nodes.index(here)]

@@ -46,6 +46,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pictures", action="store_true", help="state is a part of a table of pictures"
     )
+    parser.add_argument(
+        "--sources-per-loader",
+        type=int,
+        nargs="+",
+        default=[1, 5],
+        help="of the plane; each is measured against the same ranks",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -53,30 +60,31 @@ def run(options: argparse.Namespace) -> int:
     print(heading())
     rows, is_same = [], True
     for ranks in options.ranks:
-        base, local, expected = _measure(options, ranks, "local")
-        _, remote, found = _measure(options, ranks, "ray")
-        is_same &= found == expected
-        ratio = local.total() / remote.total()
-        rows.append(
-            [
-                str(ranks),
-                *(_mb(one) for one in (base, local.total(), remote.total())),
-                f"{ratio:.2f} (goal >= {_GOAL:.0f})",
-                *(_mb(remote[kind]) for kind in _KINDS),
-                "same" if found == expected else "DIFFERENT",
-            ]
-        )
+        base, local, expected = _measure(options, ranks, LoadersSpec())
+        for together in options.sources_per_loader:
+            spec = LoadersSpec(backend="ray", max=1, sources_per_loader=together)
+            _, remote, found = _measure(options, ranks, spec)
+            is_same &= found == expected
+            ratio = local.total() / remote.total()
+            rows.append(
+                [
+                    *(str(ranks), str(together)),
+                    *(_mb(one) for one in (base, local.total(), remote.total())),
+                    f"{ratio:.2f} (goal >= {_GOAL:.0f})",
+                    *(_mb(remote[kind]) for kind in _KINDS),
+                    "same" if found == expected else "DIFFERENT",
+                ]
+            )
     print("MB of PSS over all processes; state of a node:", options.sources * options.state_mb)
-    header = ["ranks", "ranks before loading", "in-process", "remote", "ratio"]
+    header = ["ranks", "sources a loader", "ranks before loading", "in-process", "remote", "ratio"]
     print(table([*header, *(f"remote: {kind}" for kind in _KINDS), "steps"], rows))
     return 0 if is_same else 1
 
 
 def _measure(
-    options: argparse.Namespace, num_ranks: int, way: str
+    options: argparse.Namespace, num_ranks: int, loaders: LoadersSpec
 ) -> tuple[int, Counter[str], list[list[str]]]:
     """PSS of the ranks before they load; PSS by kind of process; digests of steps by rank."""
-    loaders = LoadersSpec(backend=way, steps_ahead=2, max=1)
     is_made_up = {STATE_MB: 0 if options.pictures else options.state_mb}
     with tempfile.TemporaryDirectory() as own, hooked("hold_state", **is_made_up):
         if options.pictures:
@@ -84,8 +92,9 @@ def _measure(
         else:
             path = write_sources(Path(own), options.sources, options.documents)
         setup = setup_of(path, ranks=num_ranks, sequences=40 * num_ranks, loaders=loaders)
-        plane = nullcontext() if way == "local" else running_plane(num_spares=options.sources)
-        with plane as folder:
+        num_spares = len(loaders.crews(setup.spec.sources))
+        is_local = loaders.backend == "local"
+        with nullcontext() if is_local else running_plane(num_spares) as folder:
             return _loaded(setup, num_ranks, options.steps, folder)
 
 

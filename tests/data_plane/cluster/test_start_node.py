@@ -4,10 +4,11 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from megatron_hdp.data_plane.cluster import start_node
+from megatron_hdp.data_plane.cluster import start_agent, start_node
 
 FAKE_SCRIPTS = """
 import subprocess
@@ -25,7 +26,9 @@ def main():
     print(sys.argv[1:], node._webui_url, grpc)
     print(services.get_node("address", "node"), flush=True)
     for kind in ("raylet", "gcs_server") if len(sys.argv) > 4 else ():
-        print(services.start_ray_process([kind], kind, fate_share=True), flush=True)
+        words = [kind, "--dashboard_agent_command=python -u '/x y/dashboard/agent.py' --minimal"]
+        words[1] = words[1].replace("'", '"')  # as list2cmdline does
+        print(services.start_ray_process(words, kind, fate_share=True), flush=True)
     if "wait" in sys.argv:
         child = subprocess.Popen(["sleep", "0.2"])
         node.dead_processes()
@@ -33,6 +36,7 @@ def main():
 """
 FAKE_SERVICES = """
 calls = 0
+RAY_PATH = "/x y"
 
 def get_node(gcs_address, node_id):
     global calls
@@ -84,8 +88,31 @@ def test_no_server_is_started_that_nobody_asks(fake_ray):
 def test_a_raylet_is_told_its_agents_port(fake_ray):
     """It would ask for it, and give up after 15 s."""
     done = started(fake_ray, "--dashboard-agent-listen-port=5123", "--runtime-env-agent-port=5")
-    of_raylet = "raylet raylet --dashboard_agent_listen_port=5123 True"
-    assert done.stdout.splitlines()[2:] == [of_raylet, "gcs_server gcs_server True"], done.stderr
+    of_raylet, of_head = done.stdout.splitlines()[2:]
+    assert of_raylet.endswith("--minimal --dashboard_agent_listen_port=5123 True"), done.stderr
+    assert of_head.endswith("--minimal True")
+
+
+def test_a_raylet_starts_the_small_agent(fake_ray):
+    small = subprocess.list2cmdline([str(Path(start_node.__file__).with_name("start_agent.py"))])
+    of_raylet, of_head = started(fake_ray, "--one", "--other").stdout.splitlines()[2:]
+    assert of_raylet == f"raylet raylet --dashboard_agent_command=python -u {small} --minimal True"
+    assert '"/x y/dashboard/agent.py"' in of_head  # of nobody else's command
+
+
+def test_the_small_agent_is_rays_with_none_of_its_modules(fake_ray):
+    folder = fake_ray / "ray" / "dashboard"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "utils.py").write_text("def get_all_modules(kind):\n    raise SystemExit('all')\n")
+    (folder / "agent.py").write_text(
+        "import sys\nimport ray.dashboard.utils as utils\n"
+        "print(__name__, sys.argv[1:], utils.get_all_modules('agent'))\n"
+    )
+    words = [sys.executable, start_agent.__file__, "--minimal"]
+    environment = {**os.environ, "PYTHONPATH": str(fake_ray)}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "__main__ ['--minimal'] []\n", done.stderr
 
 
 def test_a_raylet_is_waited_for_as_long_as_ray_is_told(fake_ray):
@@ -111,5 +138,10 @@ def test_ray_has_what_is_left_out_and_asks_for_its_raylet_where_it_is_waited_for
     scripts = pytest.importorskip("ray.scripts.scripts")
     assert "deceased = node.dead_processes()" in inspect.getsource(scripts)
     assert "services.get_node(" in inspect.getsource(node.Node.__init__)
-    parameters = inspect.signature(node.ray._private.services.get_node).parameters
+    services = node.ray._private.services
+    parameters = inspect.signature(services.get_node).parameters
     assert list(parameters) == ["gcs_address", "node_id"]
+    assert Path(services.RAY_PATH, "dashboard", "agent.py").is_file()
+    assert 'os.path.join(RAY_PATH, "dashboard", "agent.py")' in inspect.getsource(services)
+    agent = Path(services.RAY_PATH, "dashboard", "agent.py").read_text()
+    assert "dashboard_utils.get_all_modules(" in agent
