@@ -19,11 +19,13 @@ from tests.session.test_exactness import LAYOUTS, TOLERANCE
 from tests.session.test_families import arguments_with
 from tests.support.family_media import GRIDS_OF, family_encoder
 from tests.support.media import errors_of, made
+from tests.support.ranks import RankError
 from tests.support.vision_models import drawn_patches
 
 SLOW = pytest.mark.slow
 FAMILIES = ("qwen3-vl", "qwen2.5-vl")
 PLANS = f"{encoding.__name__}.plan_items"
+ENCODE_PIECE = Qwen3VLEncoder.encode_piece
 OF_FRAMES = 3 * 4 * 12
 """Patches of the item of three frames, which do not see each other."""
 
@@ -84,6 +86,20 @@ def test_a_fault_is_seen(run_ranks):
     fault = f"{Members.__module__}.Members.returned", own_alone
     errors, _ = errors_where_cut(run_ranks, 3, "qwen3-vl", 2, fault)
     assert errors[None] > 1e-6
+
+
+def second_fails(self, item, degree, member, gather):
+    """The second member's piece is none; the others wait for it."""
+    if member == 1:
+        raise ValueError("found a piece that is none")
+    return ENCODE_PIECE(self, item, degree, member, gather)
+
+
+@SLOW
+def test_a_mistake_in_a_piece_ends_its_rank(run_ranks):
+    fault = f"{Qwen3VLEncoder.__module__}.Qwen3VLEncoder.encode_piece", second_fails
+    with pytest.raises(RankError, match="ValueError: found a piece that is none"):
+        errors_where_cut(run_ranks, 2, "qwen3-vl", 2, fault, timeout_s=100)
 
 
 def shared(places, mine, rank):

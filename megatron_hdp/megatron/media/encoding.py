@@ -416,12 +416,15 @@ class StepMedia:
         if self._mistake is not None:
             raise ValueError(self._mistake)
 
-    def _tried(self, action: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """What it gives; None, and its mistake is known, if it raises a ValueError.
+    def _tried(self, call: EncoderCall) -> torch.Tensor | None:
+        """Its rows; None, and its mistake is known, if the encoder raises a ValueError.
 
-        The calls behind it run: other ranks may be in them together with this one.
+        The calls behind it run: other ranks may be in them together with this one. Those that share
+        its item wait for this one already, so there the mistake ends this rank, and they hear why.
         """
-        found, mistake = outcome_of(action)
+        if call.piece is not None:
+            return self._called(call)
+        found, mistake = outcome_of(partial(self._called, call))
         self._mistake = self._mistake or mistake
         return found
 
@@ -430,7 +433,7 @@ class StepMedia:
         found = [torch.zeros(0, self.job.width, dtype=self.job.dtype, device=compute_device())]
         with torch.no_grad(), self.job.timeline.span(ENCODER):
             for call in self._calls_of(wave):
-                rows = self._tried(partial(self._called, call))
+                rows = self._tried(call)
                 found.append(
                     found[0].new_zeros(len(call.rows), self.job.width) if rows is None else rows
                 )
@@ -475,7 +478,7 @@ class StepMedia:
             here = slice(first, first := first + len(call.rows))
             with self.job.timeline.span(ENCODER):
                 with torch.enable_grad():
-                    rows = self._tried(partial(self._called, call))
+                    rows = self._tried(call)
                 if rows is None:
                     continue
                 if not torch.equal(rows.detach(), made[here].to(rows.device)):
