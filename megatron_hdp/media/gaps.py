@@ -31,6 +31,8 @@ class PipelineGaps:
     """When the last one ends its backward on the first stage, ``[waves]``."""
     makespan_s: float
     """Until the last rank ends."""
+    wave_starts: Int64Array
+    """The first slot of each wave, ascending from 0, ``[waves]``."""
 
 
 def gaps_of(
@@ -46,10 +48,21 @@ def gaps_of(
     Args:
         plan: of the step's sequences.
         times: of that plan, with the pipeline that each rank is.
-        wave_starts: the first slot of each wave, ascending from 0, ``[waves]``.
+        wave_starts: as of `PipelineGaps`.
         tensor_ranks: of each stage; ranks of the job lie by tensor, HDP, stage.
         lockstep_ranks: HDP ranks that share experts.
     """
+    slots_of = slots_of_micro_batches(plan, times.pipeline, lockstep_ranks)
+    return _gaps(plan, times, slots_of, wave_starts, tensor_ranks)
+
+
+def _gaps(
+    plan: Plan,
+    times: Evaluation,
+    slots_of: Int64Array,
+    wave_starts: Int64Array,
+    tensor_ranks: int,
+) -> PipelineGaps:
     pipeline, num = times.pipeline, plan.num_micro_batches
     free_until_s = np.full((pipeline.stages, plan.num_ranks), times.makespan_s)
     free_from_s = np.zeros_like(free_until_s)
@@ -60,7 +73,6 @@ def gaps_of(
         mine = plan.micro_batches_of(rank)
         free_until_s[:, rank] = starts_s[:, mine].min(axis=1, initial=times.makespan_s)
         free_from_s[:, rank] = of_stages_s[:, mine].max(axis=1, initial=0.0)
-    slots_of = slots_of_micro_batches(plan, pipeline, lockstep_ranks)
     waves = np.searchsorted(wave_starts, slots_of, side="right") - 1
     wanted_s = np.full(len(wave_starts), times.makespan_s)
     given_s = np.zeros(len(wave_starts))
@@ -72,6 +84,7 @@ def gaps_of(
         wanted_s=np.minimum.accumulate(wanted_s[::-1])[::-1],
         given_s=np.maximum.accumulate(given_s),
         makespan_s=times.makespan_s,
+        wave_starts=wave_starts,
     )
 
 
@@ -84,6 +97,8 @@ def gap_choices(
     lockstep_ranks: int = 1,
 ) -> list[tuple[Int32Array, PipelineGaps]]:
     """Return what `plan_in_gaps` chooses from: waves of a step's items, and their gaps.
+
+    The first choice is one wave.
 
     Args:
         plan: as of `gaps_of`.
@@ -100,8 +115,8 @@ def gap_choices(
         mine, waves = starts[kept], inverse.astype(np.int32)
         mine[:1] = 0
         if waves.tobytes() not in found:
-            how = {"tensor_ranks": tensor_ranks, "lockstep_ranks": lockstep_ranks}
-            found[waves.tobytes()] = waves, gaps_of(plan, times, mine, **how)
+            gaps = _gaps(plan, times, slots_of, mine, tensor_ranks)
+            found[waves.tobytes()] = waves, gaps
     return list(found.values())
 
 

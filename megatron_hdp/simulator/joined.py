@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_hdp.arrays import Int64Array
 from megatron_hdp.media import ItemBatch, ItemCostModel, ItemPlan, gaps_of, slots_of_micro_batches
 from megatron_hdp.media.evaluation import run_phase
 from megatron_hdp.planner import Evaluation, Plan
@@ -17,7 +16,6 @@ def joined_step_s(
     batch: ItemBatch,
     items: ItemPlan,
     cost: ItemCostModel,
-    wave_starts: Int64Array,
     *,
     tensor_ranks: int = 1,
 ) -> float:
@@ -30,13 +28,13 @@ def joined_step_s(
     Args:
         plan: of the step's sequences; ranks share no experts.
         times: of that plan, with the pipeline that each rank is; several stages.
-        batch: the items of the step, with their waves.
+        batch: the items of the step, with their waves and gaps.
         items: of that batch.
         cost: of items.
-        wave_starts: the first slot of each wave, ``[waves]``.
         tensor_ranks: of each stage; ranks of the job lie by tensor, HDP, stage.
     """
-    assert batch.waves is not None, "items have waves"
+    assert batch.waves is not None and batch.gaps is not None, "items have waves and gaps"
+    wave_starts = batch.gaps.wave_starts
     pipeline, phases = times.pipeline, np.unique(items.phases)
     waves = [int(batch.waves[items.phases == phase][0]) for phase in phases]
     rows_s = np.zeros(batch.num_ranks)

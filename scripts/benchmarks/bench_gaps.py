@@ -23,11 +23,10 @@ from megatron_hdp.media import (
     Encoder,
     ItemBatch,
     ItemCostModel,
-    gaps_of,
+    gap_choices,
     items_bound_s,
     plan_in_gaps,
     slots_of_micro_batches,
-    wave_choices,
     with_items_apart,
 )
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate, plan
@@ -147,10 +146,9 @@ def measured(layout: Layout, seed: int) -> Result:
     items = ItemCostModel.from_encoder(layout.encoder, flop_per_s=FLOP_PER_S)
     work_s = float(((items.patch_s + items.patch2_s * patches) * patches).sum())
     bubble_s = times.makespan_s * layout.stages * layout.hdp_ranks - times.total_compute_s
-    kinds = wave_choices(layout.micro_batches)
-    outside, _, _ = _step(layout, made, times, patches, owners, items, wave_choices(1))
-    inside, _, _ = _step(layout, made, times, patches, owners, items, kinds)
-    of_apart, bound, waves = _step(layout, apart, times, patches, owners, items, kinds)
+    outside, _, _ = _step(layout, made, times, patches, owners, items, in_gaps=False)
+    inside, _, _ = _step(layout, made, times, patches, owners, items)
+    of_apart, bound, waves = _step(layout, apart, times, patches, owners, items)
     return Result(
         items=len(patches),
         of_bubble=work_s / (bubble_s * layout.tensor_ranks),
@@ -181,7 +179,8 @@ def _step(
     patches: Int64Array,
     owners: Int64Array,
     cost: ItemCostModel,
-    kinds: Sequence[Int64Array],
+    *,
+    in_gaps: bool = True,
 ) -> tuple[float, float, int]:
     """Return the step by the one of text alone, its bound, and how many waves it has."""
     tensor_ranks = layout.tensor_ranks
@@ -194,18 +193,12 @@ def _step(
         micro_batches=slots_of_micro_batches(made, times.pipeline)[micro_batches].astype(np.int32),
         num_ranks=layout.stages * layout.hdp_ranks * tensor_ranks,
     )
-    choices = []
-    for starts in kinds:
-        waves = np.searchsorted(starts, batch.micro_batches, side="right") - 1
-        gaps = gaps_of(made, times, starts, tensor_ranks=tensor_ranks)
-        choices.append((waves.astype(np.int32), gaps))
-    planned, items = plan_in_gaps(batch, cost, choices)
-    place = next(i for i, one in enumerate(choices) if one[1] is planned.gaps)
-    step_s = joined_step_s(
-        made, times, planned, items, cost, kinds[place], tensor_ranks=tensor_ranks
-    )
+    choices = gap_choices(made, times, batch.micro_batches, tensor_ranks=tensor_ranks)
+    planned, items = plan_in_gaps(batch, cost, choices if in_gaps else choices[:1])
+    assert planned.gaps is not None, "it was planned in gaps"
+    step_s = joined_step_s(made, times, planned, items, cost, tensor_ranks=tensor_ranks)
     bound = 1 + items_bound_s(planned, cost) / times.makespan_s
-    return step_s / times.makespan_s, bound, len(kinds[place])
+    return step_s / times.makespan_s, bound, len(planned.gaps.wave_starts)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

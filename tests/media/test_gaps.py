@@ -106,7 +106,7 @@ def test_gaps_by_hand():
     late_s = evaluate_items(batch, made_items, cost).makespan_s
     # rows of the first are late by 1 s; then the second's are in time, its gradients take 3 s more
     assert late_s == pytest.approx(4)
-    step_s = joined_step_s(made, times, batch, made_items, cost, np.array([0, 1]), tensor_ranks=2)
+    step_s = joined_step_s(made, times, batch, made_items, cost, tensor_ranks=2)
     assert step_s == pytest.approx(13)
     alone = replace(
         batch, waves=np.zeros(2, dtype=np.int32), gaps=gaps_of(made, times, ONE, tensor_ranks=2)
@@ -133,17 +133,14 @@ def test_no_step_takes_longer_than_is_said(strategy, seeds):
         gpu_seconds = share * times.makespan_s * batch.num_ranks
         cost = scaled(batch, gpu_seconds, chosen.random() < 0.7)
         num_slots = int(batch.micro_batches.max()) + 1
-        kinds = wave_choices(num_slots)
         slots = batch.micro_batches
-        choices = [choice(made, times, slots, one, tensor_ranks) for one in kinds]
+        choices = [choice(made, times, slots, one, tensor_ranks) for one in wave_choices(num_slots)]
         lates = []
-        for starts, one in zip(kinds, choices, strict=True):
+        for one in choices:
             in_waves, items = plan_in_gaps(batch, cost, [one], strategy)
             items.validate(in_waves)
             figures = evaluate_items(in_waves, items, cost)
-            step_s = joined_step_s(
-                made, times, in_waves, items, cost, starts, tensor_ranks=tensor_ranks
-            )
+            step_s = joined_step_s(made, times, in_waves, items, cost, tensor_ranks=tensor_ranks)
             most_s = times.makespan_s + figures.makespan_s
             assert times.makespan_s * (1 - 1e-9) <= step_s <= most_s * (1 + 1e-9), seed
             assert figures.bound_s <= figures.makespan_s * (1 + 1e-9) + 1e-12, seed
@@ -158,14 +155,13 @@ def test_pictures_that_fill_half_of_the_bubbles_take_no_time(stages, micro_batch
     made, times, batch = drawn(1, ranks=8, stages=stages, micro_batches=micro_batches, even=True)
     idle_s = times.makespan_s * batch.num_ranks - times.total_compute_s
     cost = scaled(batch, idle_s / 2)
-    slots, kinds = batch.micro_batches, wave_choices(micro_batches)
-    choices = [choice(made, times, slots, one, 1) for one in kinds]
+    slots = batch.micro_batches
+    choices = [choice(made, times, slots, one, 1) for one in wave_choices(micro_batches)]
     in_waves, items = plan_in_gaps(batch, cost, choices)
-    (starts,) = (kind for kind, one in zip(kinds, choices, strict=True) if one[1] is in_waves.gaps)
-    step_s = joined_step_s(made, times, in_waves, items, cost, starts)
+    step_s = joined_step_s(made, times, in_waves, items, cost)
     assert step_s <= 1.02 * times.makespan_s
     before_and_behind, apart = plan_in_gaps(batch, cost, [choice(made, times, slots, ONE, 1)])
-    outside_s = joined_step_s(made, times, before_and_behind, apart, cost, ONE)
+    outside_s = joined_step_s(made, times, before_and_behind, apart, cost)
     assert outside_s >= 1.07 * times.makespan_s
 
 
