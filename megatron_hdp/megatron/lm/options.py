@@ -202,11 +202,6 @@ def check(args: argparse.Namespace) -> None:
     if not args.hybrid_data_parallel and (given := given_preferences(args)):
         raise no_effect(flag_of(given[0]), "--hybrid-data-parallel")
     check_media(args)
-    if args.hdp_encoder is not None and args.hdp_loaders == "ray":
-        raise OptionError(
-            "--hdp-encoder: found --hdp-loaders ray beside it in a Megatron-LM checkout, expected "
-            "one of them: use python -m megatron_hdp.pretrain_gpt"
-        )
     names = [item.name for item in fields(HdpOptions) if item.name not in LEFT_OUT]
     options = HdpOptions(**{name: getattr(args, name) for name in names})
     options.validate(

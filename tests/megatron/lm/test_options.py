@@ -170,11 +170,6 @@ UNSCALED = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
         ("", {"hybrid_layer_pattern": "*-M-"}, "-pattern: found M, expected .* a Mamba block"),
         ("", {"hybrid_layer_pattern": "*-/G-"}, "-pattern: found G, expected .* gated delta net"),
         ("", {"hybrid_layer_pattern": "D-"}, "-pattern: found D, expected .* sparse attention"),
-        (
-            "--hdp-encoder e --hdp-loaders ray",
-            {"hidden_dropout": 0.0},
-            "found --hdp-loaders ray beside",
-        ),
         ("--hdp-encoder e", {"hidden_dropout": 0.1}, "found --hidden-dropout 0.1, which does not"),
         ("--lora-rank 2", BASE | {"ckpt_format": "torch"}, "format torch, expected torch_dist"),
         ("--lora-rank 2", BASE | {"finetune": True}, "and --finetune beside it, expected one"),

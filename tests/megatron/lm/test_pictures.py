@@ -62,6 +62,7 @@ def runs(tmp_path_factory):
         pictured("fresh", 1, ONE),
         pictured("frozen", 2, [*HDP, "200", "--hdp-frozen", "hdp_encoder.*"], save="frozen"),
         pictured("half", 2, [*HDP, "200", "--finetune"], load="base", save="half"),
+        pictured("plane", 2, [*HDP, "200", "--finetune", "--hdp-loaders", "ray"], load="base"),
         pictured("deep", 1, ONE, DEEP, save="deep"),
         pictured("virtual", *VIRTUAL, DEEP, load="deep"),
     ]
@@ -86,6 +87,11 @@ def test_resumed_on_another_layout(runs, name):
 
 def test_rings_with_a_sharded_optimizer(runs):
     require_same(scalars(runs, "rings"), scalars(runs, "one"), rel=2e-6)
+
+
+def test_loaders_beside_the_ranks_give_the_same(runs):
+    require_same(scalars(runs, "plane"), scalars(runs, "half"), rel=0)
+    assert "data plane: hdp-data-" in (runs / "log plane.0").read_text()
 
 
 def test_virtual_stages(runs):
