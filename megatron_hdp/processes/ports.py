@@ -2,6 +2,7 @@
 
 import random
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,20 +11,24 @@ _LOWEST = 10_000  # below are those of well-known services
 _TRIES = 100
 
 
-def free_port() -> int:
-    """Return a port of this machine that nobody listens at.
+def free_port(taken: Collection[int] = ()) -> int:
+    """Return a port of this machine that nobody listens at, and none of those `taken`.
 
     It is below those that the kernel gives to connections, where there are some, so that none of
     these takes it before the server has it.
     """
     end = _begin_of_given_out()
-    for port in random.SystemRandom().sample(range(_LOWEST, end), min(_TRIES, end - _LOWEST)):
+    ports = random.SystemRandom().sample(range(_LOWEST, end), min(_TRIES, end - _LOWEST))
+    for port in (one for one in ports if one not in taken):
         with socket.socket() as one, suppress(OSError):
             one.bind(("", port))
             return port
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return int(one.getsockname()[1])
+    while True:
+        with socket.socket() as one:
+            one.bind(("", 0))
+            port = int(one.getsockname()[1])
+        if port not in taken:
+            return port
 
 
 def _begin_of_given_out() -> int:

@@ -2,6 +2,7 @@
 
     python bench_data_plane.py memory      # of a node, against loaders in the ranks
     python bench_data_plane.py recovery    # loaders that are killed
+    python bench_data_plane.py speed       # pictures, from loaders that sources share
 
 Needs Ray. The machine's load is printed above each table: times of a busy machine are longer.
 """
@@ -9,11 +10,12 @@ Needs Ray. The machine's load is printed above each table: times of a busy machi
 import argparse
 import sys
 
-from plane_bench import memory, recovery
+from plane_bench import memory, recovery, speed
 
 COMMANDS = {
     "memory": (memory, "of a node, against loaders in the ranks"),
     "recovery": (recovery, "loaders that are killed"),
+    "speed": (speed, "of pictures, from loaders that sources share"),
 }
 
 

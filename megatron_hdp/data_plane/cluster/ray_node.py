@@ -137,9 +137,11 @@ def start_command(address: str, node: int, folder: str) -> list[str]:
     for name in ("node-manager", "object-manager", "min-worker", "max-worker"):
         words.append(f"--{name}-port=0")
     # not 0: Ray would wait for its agents to name theirs, and give up on a busy machine
-    for name in ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"):
-        words.append(f"--{name}-port={free_port()}")
-    words.append(f"--metrics-export-port={free_port()}")  # likewise: half of what a start takes
+    agents = "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"
+    taken = [int(port)]
+    for name in (*agents, "metrics-export"):  # the last likewise: half of what a start takes
+        taken.append(free_port(taken))
+        words.append(f"--{name}-port={taken[-1]}")
     for option, variable in (("cpus", "SLURM_CPUS_ON_NODE"), ("gpus", "SLURM_GPUS_ON_NODE")):
         if os.environ.get(variable, "").isdigit():
             words.append(f"--num-{option}={os.environ[variable]}")

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_hdp.data_plane.cluster import ray_node
 from megatron_hdp.data_plane.names import WARNINGS
+from megatron_hdp.processes import ports
 from megatron_hdp.processes.ports import free_port
 from tests.support.node import until
 
@@ -169,6 +170,17 @@ def test_what_ray_is_started_with(monkeypatch):
     worker = ray_node.start_command("10.0.0.7:24567", 3, "/tmp/x")
     assert "--address=10.0.0.7:24567" in worker and "--head" not in worker
     assert not any(word.startswith("--num-gpus") for word in worker)  # Ray counts by itself
+
+
+def test_no_two_of_its_servers_get_the_same_port(monkeypatch):
+    """Ray would refuse to start, once in some 2,000 times."""
+    begin = 24567
+    monkeypatch.setattr(ports, "_LOWEST", begin)
+    monkeypatch.setattr(ports, "_begin_of_given_out", lambda: begin + 6)
+    words = ray_node.start_command(f"10.0.0.7:{begin}", 0, "/tmp/x")
+    found = [one.partition("=")[2] for one in words if "-port=" in one]
+    given = [one for one in found if one != "0"]
+    assert len(given) == len(set(given)) == 5
 
 
 def test_ray_knows_these_options():

@@ -23,13 +23,24 @@ def tables(*words):
 @pytest.mark.slow
 def test_memory():
     small = ("--ranks", "2", "--sources", "2", "--state-mb", "10", "--documents", "100")
-    (names, _, sizes), text = tables("memory", *small, "--steps", "2")
-    assert sizes[0] == "2" and sizes[-1] == "same"
+    (names, _, *rows), text = tables("memory", *small, "--steps", "2")
     assert "of a node: 20.0" in text
-    held = dict(zip(names, sizes, strict=True))
-    assert int(held["remote: Loader"]) > 2 * (10 + 20)
-    others = ("ranks", "Planner", "Constructor", "host", "Ray")
-    assert all(int(held[f"remote: {kind}"]) > 20 for kind in others)
+    alone, shared = (dict(zip(names, sizes, strict=True)) for sizes in rows)
+    for held, num_loaders in ((alone, 2), (shared, 1)):
+        assert held["ranks"] == "2" and held["steps"] == "same"
+        assert int(held["remote: Loader"]) > 2 * 10 + 20 * num_loaders
+        others = ("ranks", "Planner", "Constructor", "host", "Ray")
+        assert all(int(held[f"remote: {kind}"]) > 20 for kind in others)
+    assert int(shared["remote: Loader"]) < int(alone["remote: Loader"])
+
+
+@pytest.mark.slow
+def test_speed():
+    small = ("--sources", "2", "--documents", "40", "--part-mb", "4", "--steps", "1")
+    rows, text = tables("speed", *small, "--sources-per-loader", "1", "2")
+    assert "medians of 1 steps of" in text
+    assert [(cells[0], cells[-1]) for cells in rows[2:]] == [("1", "same"), ("2", "same")]
+    assert all(float(cells[1]) > 1 and 0 < float(cells[3]) < 99 for cells in rows[2:])
 
 
 @pytest.mark.slow
