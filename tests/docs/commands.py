@@ -180,6 +180,9 @@ COMMANDS = {
     "python scripts/benchmarks/bench_data_plane.py memory": Elsewhere(
         "tests/scripts/benchmarks/test_bench_data_plane.py::test_memory", needs="slow"
     ),
+    "python scripts/benchmarks/bench_data_plane.py speed": Elsewhere(
+        "tests/scripts/benchmarks/test_bench_data_plane.py::test_speed", needs="slow"
+    ),
     "python scripts/benchmarks/bench_data_plane.py recovery --kills 5 --token-us 10": Elsewhere(
         "tests/scripts/benchmarks/test_bench_data_plane.py::test_recovery", needs="slow"
     ),

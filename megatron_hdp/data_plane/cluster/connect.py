@@ -58,7 +58,7 @@ def connected(address: str | None, start_s: float, **options: Any) -> Iterator[N
 def leave_out_addons() -> None:
     """Keep Ray from importing Arrow and Pydantic, whose values nothing here sends.
 
-    They take 15 MB of each process. Workers call this, too: see `ray_node`.
+    They take 15 MB of a process. Workers call this, too: see `ray_node`.
     """
     serialization_addons.apply = lambda context: None
 
