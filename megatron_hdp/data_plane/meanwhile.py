@@ -67,8 +67,8 @@ class LocalUntilPlane:
         return self._local.statically(step, failure)
 
     def decode(self, position: Position, wanted: Sequence[WantedItem]) -> list[Decoded]:
-        """Return pictures, decoded here."""
-        return self._local.decode(position, wanted)
+        """Return pictures, decoded by who gave the step."""
+        return self._used.decode(position, wanted)
 
     def interrupt(self) -> None:
         """From any thread: who waits for the data plane gets `DataPlaneLost`, now and later."""

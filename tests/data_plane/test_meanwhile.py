@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -29,11 +30,17 @@ def both(tmp_path, setup):
     made.close()
 
 
-def test_steps_are_the_same_before_and_behind_the_change(both, corpus, services, tmp_path):
+def test_steps_are_the_same_before_and_behind_the_change(
+    both, corpus, services, tmp_path, monkeypatch
+):
     expected = local_steps(corpus, plan_settings(), READER, 6)
-    position, loaders = Position(), []
+    position, loaders, decoded_by = Position(), [], []
+    for name in ("_local", "_plane"):
+        note = partial(decoded_by.append, name)
+        monkeypatch.setattr(getattr(both, name), "decode", lambda *_, note=note: note())
     for number, step in enumerate(expected):
         require_same(both.get(position), step)
+        both.decode(position, ())
         loaders.append(both.num_loaders)
         position = step.totals.after
         if number == 2:
@@ -43,6 +50,7 @@ def test_steps_are_the_same_before_and_behind_the_change(both, corpus, services,
         if number < 5:
             both.expect(position)
     assert loaders == [None, None, None, 3, 3, 3]
+    assert decoded_by == ["_local"] * 3 + ["_plane"] * 3
     server.close()
     service.close()
 

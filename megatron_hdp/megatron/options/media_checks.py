@@ -20,7 +20,6 @@ def check_media(args: Any) -> None:
     refused = {
         "no --hybrid-data-parallel": not args.hybrid_data_parallel,
         "--hdp-objective": args.hdp_objective is not None,
-        "--hdp-survive": args.hdp_survive,
         f"--hidden-dropout {args.hidden_dropout:g}": bool(args.hidden_dropout),
     }
     wrong = [name for name, is_found in refused.items() if is_found]
