@@ -1,16 +1,34 @@
 """A step whose items are encoded beside a pipeline's micro-batches, replayed exactly."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_hdp.arrays import Float64Array
 from megatron_hdp.media import ItemBatch, ItemCostModel, ItemPlan, gaps_of, slots_of_micro_batches
 from megatron_hdp.media.evaluation import run_phase
 from megatron_hdp.planner import Evaluation, Plan
 from megatron_hdp.planner.pipeline_evaluation import pipeline_schedule
 
 
-def joined_step_s(
+@dataclass(frozen=True, kw_only=True)
+class JoinedStep:
+    """When ranks encode, and when they run micro-batches; seconds since the first item began."""
+
+    times: Evaluation
+    """Of the step's sequences."""
+    encoding_s: Float64Array
+    """When each rank begins and ends the items of each wave, ``[waves, 2, ranks of the job]``."""
+    encoding_again_s: Float64Array
+    """The same behind the schedule; of a frozen encoder none, ``[0, 2, ranks of the job]``."""
+
+    @property
+    def step_s(self) -> float:
+        """Until the last gradient."""
+        return max(float(self.encoding_again_s.max(initial=0)), self.times.makespan_s)
+
+
+def joined_step(
     plan: Plan,
     times: Evaluation,
     batch: ItemBatch,
@@ -18,8 +36,8 @@ def joined_step_s(
     cost: ItemCostModel,
     *,
     tensor_ranks: int = 1,
-) -> float:
-    """Return the time of a step from the first item to the last gradient, exchanges left out.
+) -> JoinedStep:
+    """Return what runs when in a step, exchanges left out.
 
     Each rank encodes its items of all waves, then runs its part of the schedule. Micro-batches wait
     on the first stage for the rows of their wave. Behind its last backward a rank goes through its
@@ -39,11 +57,14 @@ def joined_step_s(
     waves = [int(batch.waves[items.phases == phase][0]) for phase in phases]
     rows_s = np.zeros(batch.num_ranks)
     come_s = np.zeros(len(wave_starts))  # rows of each wave
+    encoding_s = []
     for wave, phase in zip(waves, phases, strict=True):
+        begin_s = rows_s.copy()
         run_phase(rows_s, batch, items, cost, phase, cost.forward_share)
+        encoding_s.append([begin_s, rows_s.copy()])
         come_s[wave:] = rows_s.max()
-    begin_s = rows_s.reshape(pipeline.stages, plan.num_ranks, tensor_ranks).max(axis=2)
-    earliest_s = np.maximum.reduceat(begin_s[:, plan.ranks], plan.rank_offsets[:-1], axis=1)
+    first_s = rows_s.reshape(pipeline.stages, plan.num_ranks, tensor_ranks).max(axis=2)
+    earliest_s = np.maximum.reduceat(first_s[:, plan.ranks], plan.rank_offsets[:-1], axis=1)
     earliest_s = np.tile(earliest_s, (pipeline.chunks, 1))
     slots = slots_of_micro_batches(plan, pipeline)
     wave_of = np.searchsorted(wave_starts, slots, side="right") - 1
@@ -57,9 +78,15 @@ def joined_step_s(
         makespan_s=schedule.makespan_s,
     )
     gaps = gaps_of(plan, ran, wave_starts, tensor_ranks=tensor_ranks)
-    clock = gaps.free_from_s.copy()
+    clock, again_s = gaps.free_from_s.copy(), []
     if cost.forward_share < 1:
         for wave, phase in zip(waves, phases, strict=True):
-            np.maximum(clock, gaps.given_s[wave], out=clock)
+            begin_s = np.maximum(clock, gaps.given_s[wave], out=clock).copy()
             run_phase(clock, batch, items, cost, phase, 1 - cost.forward_share)
-    return max(float(clock.max()), schedule.makespan_s)
+            again_s.append([begin_s, clock.copy()])
+    shape = -1, 2, batch.num_ranks
+    return JoinedStep(
+        times=ran,
+        encoding_s=np.array(encoding_s).reshape(shape),
+        encoding_again_s=np.array(again_s).reshape(shape),
+    )

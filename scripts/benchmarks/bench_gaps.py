@@ -30,7 +30,7 @@ from megatron_hdp.media import (
     with_items_apart,
 )
 from megatron_hdp.planner import CostModel, Evaluation, Plan, evaluate, plan
-from megatron_hdp.simulator.joined import joined_step_s
+from megatron_hdp.simulator.joined import joined_step
 
 SIZES = Path(__file__).parents[2] / "docs" / "example-sizes.txt"
 FLOP_PER_S = 400e12
@@ -196,7 +196,7 @@ def _step(
     choices = gap_choices(made, times, batch.micro_batches, tensor_ranks=tensor_ranks)
     planned, items = plan_in_gaps(batch, cost, choices if in_gaps else choices[:1])
     assert planned.gaps is not None, "it was planned in gaps"
-    step_s = joined_step_s(made, times, planned, items, cost, tensor_ranks=tensor_ranks)
+    step_s = joined_step(made, times, planned, items, cost, tensor_ranks=tensor_ranks).step_s
     bound = 1 + items_bound_s(planned, cost) / times.makespan_s
     return step_s / times.makespan_s, bound, len(planned.gaps.wave_starts)
 

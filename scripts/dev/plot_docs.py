@@ -14,13 +14,15 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from plan_drawing import WIDTH, bare, draw_plan, write
+from plot_media import items
 
 from megatron_hdp.cli.checking import cost_model_of, job_of, preset_batch
 from megatron_hdp.data.presets import preset_lengths
 from megatron_hdp.megatron.options import parse_arguments, virtual_stage_choices
 from megatron_hdp.planner import LLAMA_7B, Evaluation, Plan, evaluate, plan
-from megatron_hdp.simulator.palette import IDLE, Palette, is_dark, pale
-from megatron_hdp.simulator.plan_bars import chart_of, lanes_of
+from megatron_hdp.simulator.palette import IDLE, Palette, pale
+from megatron_hdp.simulator.plan_bars import lanes_of
 from megatron_hdp.simulator.plot import add_rectangles
 
 _ROOT = Path(__file__).parents[2]
@@ -36,7 +38,6 @@ ROLES = {
     "rank": "#f0a830",
 }
 """Of the data plane, and the colour of each."""
-WIDTH = 7.6  # inches, of every picture
 TAIL = (
     *(8000, 8000, 6000, 5000, 4000, 4000, 3000, 3000),
     *(2000, 2000, 2000, 1500, 1500, 1000, 1000, 800),
@@ -68,7 +69,7 @@ def parts() -> Figure:
     figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
     for axes, (name, made) in zip(figure.subplots(2, sharex=True), plans.items(), strict=True):
         times = evaluate(made, cost_model, 4)
-        _draw_plan(axes, made, times, palette)
+        draw_plan(axes, made, times, palette)
         told = f"{name}: {times.makespan_s:.2f} s, {times.idle_share:.0%} idle"
         axes.set_title(told, loc="left", fontsize=10)
     axes.set_xlabel("seconds, by the cost model; numbers are parts", fontsize=9)
@@ -97,7 +98,7 @@ def _strategies(
     all_axes = figure.subplots(len(plans), sharex=True)
     for axes, made, name in zip(all_axes, plans, strategies.values(), strict=True):
         times = evaluate(made, LLAMA_7B, stages)
-        _draw_plan(axes, made, times, palette)
+        draw_plan(axes, made, times, palette)
         told = f"{name}: {times.makespan_s:.2f} s, {times.idle_share:.0%} idle"
         axes.set_title(told, loc="left", fontsize=10)
     all_axes[-1].set_xlabel("seconds, by the cost model", fontsize=9)
@@ -110,30 +111,6 @@ def _strategies(
         legend.append(Patch(color=pale(palette.colours[-1]), label="paler: forward"))
     figure.legend(handles=legend, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     return figure
-
-
-def _draw_plan(axes: Any, made: Plan, times: Evaluation, palette: Palette) -> None:
-    chart = chart_of(made, times, max_rows=64)
-    bars, stages = chart.bars, times.pipeline_stages
-    axes.barh(range(chart.num_rows), times.makespan_s, 0.84, color=IDLE)
-    for i in range(bars.num_bars):
-        colour = palette.colours[palette.index(int(bars.degree[i]))]
-        if stages > 1 and not bars.backward[i]:
-            colour = pale(colour)
-        start, width = bars.start_s[i], bars.own_end_s[i] - bars.start_s[i]
-        axes.barh(chart.row[i], width, 0.84, start, color=colour, edgecolor="white", linewidth=0.5)
-        sequences = list(made.micro_batch(int(bars.micro_batch[i])).sequences)
-        if made.parts_of_each[bars.micro_batch[i]] > 1 and width > times.makespan_s / 60:
-            _write(axes, start + width / 2, chart.row[i], f"{bars.part[i] + 1}", colour)
-        elif width > times.makespan_s / 16:
-            text = f"{made.lengths[sequences].sum() / 1000:.3g}K"
-            _write(axes, start + width / 2, chart.row[i], text, colour)
-    middle = [rank * stages + (stages - 1) / 2 for rank in range(made.num_ranks)]
-    axes.set_yticks(middle, [f"rank {rank}" for rank in range(made.num_ranks)])
-    for rank in range(1, made.num_ranks):
-        axes.axhline(rank * stages - 0.5, color="black", linewidth=0.5 * (stages > 1))
-    axes.set_ylim(chart.num_rows - 0.5, -0.5)
-    _bare(axes)
 
 
 def ring() -> Figure:
@@ -177,12 +154,7 @@ def _cell(axes: Any, x: int, y: int, colour: str, text: str = "", half: bool = F
         axes.fill([x, x, x + 1], [y, y + 1, y + 1], color=colour, linewidth=0)
     else:
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white"))
-    _write(axes, x + 0.5, y + 0.5, text, colour)
-
-
-def _write(axes: Any, x: float, y: float, text: str, colour: str, size: int = 7) -> None:
-    ink = "white" if is_dark(colour) else "black"
-    axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=size)
+    write(axes, x + 0.5, y + 0.5, text, colour)
 
 
 def _frame(axes: Any, columns: int, rows: int, title: str) -> None:
@@ -191,12 +163,7 @@ def _frame(axes: Any, columns: int, rows: int, title: str) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_title(title, loc="left", fontsize=10)
-    _bare(axes)
-
-
-def _bare(axes: Any) -> None:
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelsize=8)
+    bare(axes)
 
 
 def offload(layers: int = 6, ratio: float = 0.5) -> Figure:
@@ -213,7 +180,7 @@ def offload(layers: int = 6, ratio: float = 0.5) -> Figure:
     lanes.set_yticks(range(3), ["compute", "to the host", "to the device"])
     lanes.set_ylim(2.6, -0.6)
     lanes.set_title(f"{layers} layers, offload ratio {ratio:g}", loc="left", fontsize=10)
-    _bare(lanes)
+    bare(lanes)
     for share, colour, line in ((0.0, "#7f7f7f", "--"), (ratio, "#c0392b", "-")):
         moments, held = resident(layers, share)
         label = f"ratio {share:g}: {max(held):g} layers' activations at most"
@@ -250,7 +217,7 @@ def resident(layers: int, ratio: float) -> tuple[list[float], list[float]]:
 
 def _bar(axes: Any, row: int, start: float, width: float, colour: str, text: str) -> None:
     axes.barh(row, width, 0.8, start, color=colour, edgecolor="white", linewidth=0.6)
-    _write(axes, start + width / 2, row, text, colour)
+    write(axes, start + width / 2, row, text, colour)
 
 
 def roles() -> Figure:
@@ -306,7 +273,7 @@ def _role(
     height: float = 0.42,
 ) -> None:
     _box(axes, left, bottom, width, height, ROLES[name])
-    _write(axes, left + width / 2, bottom + height / 2, name + more, ROLES[name], 8)
+    write(axes, left + width / 2, bottom + height / 2, name + more, ROLES[name], 8)
 
 
 def _box(axes: Any, left: float, bottom: float, width: float, height: float, colour: str) -> None:
@@ -464,13 +431,13 @@ def _draw_waves(axes: Any, one: Pictured, palette: Palette) -> None:
     )
     axes.set_ylabel(f"HDP rank, {stages} stages each")
     axes.set_title(one.title, loc="left", fontsize=10)
-    _bare(axes)
+    bare(axes)
 
 
 PICTURES = {
     **{"concept-mesh.svg": mesh, "concept-ring.svg": ring, "concept-offload.svg": offload},
     **{"concept-pipelines.svg": pipelines, "pipeline-virtual.png": virtual_stages},
-    "long-parts.svg": parts,
+    **{"long-parts.svg": parts, "media-step.svg": items},
     **{"data-plane.svg": roles, "mesh-and-hdp.png": readme},
 }
 

@@ -19,7 +19,7 @@ from megatron_hdp.media import (
 )
 from megatron_hdp.planner import CostModel, evaluate, plan
 from megatron_hdp.planner.pipeline import Pipeline
-from megatron_hdp.simulator.joined import joined_step_s
+from megatron_hdp.simulator.joined import joined_step
 from tests.media.test_items import COST, web_mix
 from tests.planner.experts.test_evaluation import plan_of
 
@@ -106,7 +106,7 @@ def test_gaps_by_hand():
     late_s = evaluate_items(batch, made_items, cost).makespan_s
     # rows of the first are late by 1 s; then the second's are in time, its gradients take 3 s more
     assert late_s == pytest.approx(4)
-    step_s = joined_step_s(made, times, batch, made_items, cost, tensor_ranks=2)
+    step_s = joined_step(made, times, batch, made_items, cost, tensor_ranks=2).step_s
     assert step_s == pytest.approx(13)
     alone = replace(
         batch, waves=np.zeros(2, dtype=np.int32), gaps=gaps_of(made, times, ONE, tensor_ranks=2)
@@ -140,7 +140,9 @@ def test_no_step_takes_longer_than_is_said(strategy, seeds):
             in_waves, items = plan_in_gaps(batch, cost, [one], strategy)
             items.validate(in_waves)
             figures = evaluate_items(in_waves, items, cost)
-            step_s = joined_step_s(made, times, in_waves, items, cost, tensor_ranks=tensor_ranks)
+            step_s = joined_step(
+                made, times, in_waves, items, cost, tensor_ranks=tensor_ranks
+            ).step_s
             most_s = times.makespan_s + figures.makespan_s
             assert times.makespan_s * (1 - 1e-9) <= step_s <= most_s * (1 + 1e-9), seed
             assert figures.bound_s <= figures.makespan_s * (1 + 1e-9) + 1e-12, seed
@@ -158,10 +160,10 @@ def test_pictures_that_fill_half_of_the_bubbles_take_no_time(stages, micro_batch
     slots = batch.micro_batches
     choices = [choice(made, times, slots, one, 1) for one in wave_choices(micro_batches)]
     in_waves, items = plan_in_gaps(batch, cost, choices)
-    step_s = joined_step_s(made, times, in_waves, items, cost)
+    step_s = joined_step(made, times, in_waves, items, cost).step_s
     assert step_s <= 1.02 * times.makespan_s
     before_and_behind, apart = plan_in_gaps(batch, cost, [choice(made, times, slots, ONE, 1)])
-    outside_s = joined_step_s(made, times, before_and_behind, apart, cost)
+    outside_s = joined_step(made, times, before_and_behind, apart, cost).step_s
     assert outside_s >= 1.07 * times.makespan_s
 
 

@@ -13,8 +13,9 @@ from tests.support.scripts import SCRIPTS, script_module
 from tests.training.test_trace import ranks_of_two_machines, with_copies
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", "docs/concepts.md", "docs/data-plane.md", "docs/long-sequences.md")
-README, CONCEPTS, PLANE, LONG = ((ROOT / page).read_text() for page in PAGES)
+PAGES = ("concepts", "data-plane", "long-sequences", "multimodal")
+README = (ROOT / "README.md").read_text()
+CONCEPTS, PLANE, LONG, MEDIA = ((ROOT / "docs" / f"{page}.md").read_text() for page in PAGES)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def script():
 def test_the_pages_show_every_picture(script):
     link = r"\]\((?:docs/)?([\w-]+\.(?:svg|png))\)"
     measured = {"trace-offload.png"}
-    shown = set(re.findall(link, README + CONCEPTS + PLANE + LONG)) - measured
+    shown = set(re.findall(link, README + CONCEPTS + PLANE + LONG + MEDIA)) - measured
     assert shown == script.PICTURES.keys()
     assert all((ROOT / "docs" / name).exists() for name in shown)
 
@@ -50,6 +51,15 @@ def test_the_page_says_the_times_of_both_waves(script):
     titles = [axes.get_title(loc="left") for axes in script.parts().axes]
     whole, parts = (float(re.search(r": (.*) s,", title)[1]) for title in titles)
     assert f"{whole:.2f} s whole, {parts:.2f} s in parts](long-parts.svg)" in LONG
+
+
+def test_the_page_says_the_times_of_steps_with_pictures(script):
+    titles = [axes.get_title(loc="left") for axes in script.items().axes]
+    found = [re.fullmatch(r"(.*): (.*) s, (.*) times a step of text alone", one) for one in titles]
+    home, outside, inside = (float(one[3]) for one in found)
+    assert 1 <= inside < outside < home
+    told = ", ".join(f"{one[1]} {one[2]} s" for one in found)
+    assert f"{told}](media-step.svg)" in MEDIA
 
 
 def test_the_readme_says_the_figures_of_its_picture(script):
