@@ -79,8 +79,12 @@ class _Split:
 
     def by_source(self) -> dict[str, list[_Loader]]:
         """The first ones of each source serve, the rest stand by; see `_in_order`."""
-        found = self.all()
-        return {name: _in_order([o for o in found if name in o.sources]) for name in self._own}
+        found, least = {}, self.setup.loaders.min
+        for crew in self._shared:
+            for name in crew.sources:
+                own = self._own[name].loaders
+                found[name] = _in_order([*crew.loaders[:least], *own, *crew.loaders[least:]])
+        return {name: found[name] for name in self._own}
 
 
 def _in_order(loaders: Sequence[_Loader]) -> list[_Loader]:

@@ -178,6 +178,20 @@ def test_a_busy_source_gets_loaders_of_its_own_and_an_idle_one_gives_them_back(s
     assert one.all_serve == {"web": ([0], 1), "chat": ([0], 1), "code": ([1], 1)}
 
 
+def test_a_busy_source_leaves_the_standby_loader_to_the_others(shared):
+    one = shared(max=2, shadows=1)
+    one.look()
+    for loader in one.loaders:
+        loader.state, loader.busy_with = "busy", ("chat",)
+    one.look(4)
+    assert one.loaders[4].sources == ("chat",)
+    assert one.all_serve["chat"] == ([0, 1, 4], 2)  # while its own one opens
+    one.loaders[4].state = "works"
+    one.look()
+    assert one.all_serve["chat"] == ([0, 4, 1], 2)
+    assert one.all_serve["web"] == ([0, 1], 1)
+
+
 def test_figures_of_a_shared_loader_are_told_by_source(shared):
     one = shared()
     one.look()

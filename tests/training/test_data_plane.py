@@ -235,7 +235,7 @@ def scaled(arguments, temporary):
 def test_loaders_come_and_go(run_ranks, tmp_path):
     write_sources(tmp_path, ("web",))
     schedule = "schedule: [{from: 0, weights: {notes: 0.9, web: 0.1}}]\n"
-    loaders = "loaders: {min: 1, max: 3}\n"
+    loaders = "loaders: {min: 1, max: 3, sources-per-loader: 2}\n"
     path = write_notes(tmp_path, 20_000, range(1, 21), more=schedule + loaders)
     metrics = tmp_path / "metrics.jsonl"
     local = run(tmp_path, path, steps=MOST_STEPS, seq_length=100)
@@ -254,7 +254,7 @@ def test_loaders_come_and_go(run_ranks, tmp_path):
 
     loaders = [one["loaders"] for one in lines_of(metrics)]
     assert loaders == [one.loaders for one in records]
-    assert loaders[0] == 2 and max(loaders) > 2  # one of each source at first
+    assert loaders[0] == 1 and max(loaders) > 1  # one for both sources at first
     assert min(loaders[-STEPS_AFTER:]) < max(loaders)
     (plane,) = orjson.loads(shown)["planes"].values()
     notes = plane["sources"]["train"]["notes"]
