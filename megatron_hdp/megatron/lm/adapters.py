@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,17 @@ from megatron_hdp.megatron.parallel import say
 def are_alone(args: argparse.Namespace) -> bool:
     """Whether checkpoints of the run hold adapters alone; others hold whole models."""
     return args.lora_rank is not None and args.pretrained_checkpoint is not None
+
+
+def of_save(args: argparse.Namespace, chunks: Sequence[Any]) -> AbstractContextManager[None]:
+    """Within it a checkpoint gets what it holds of the run's model, and says which adapters.
+
+    Whoever saves says so: one that has joined a job has loaded nothing.
+    """
+    if not are_alone(args):
+        return nullcontext()
+    setattr(args, IN_ARGUMENTS, adapter_record(args))
+    return alone(chunks)
 
 
 def alone(chunks: Sequence[Any]) -> AbstractContextManager[None]:
@@ -83,7 +94,7 @@ def load_base(chunks: Sequence[Any], args: argparse.Namespace) -> bool:
 
     Args:
         chunks: this rank's parts of the model, in Megatron's DDP.
-        args: Megatron's; its checkpoints will say which adapters they hold.
+        args: Megatron's.
 
     Raises:
         ValueError: there is no base or it holds adapters, or what --load names is of others.
@@ -107,7 +118,7 @@ def require_own(args: argparse.Namespace) -> bool:
     Every rank must call this, before Megatron loads.
 
     Args:
-        args: Megatron's; its checkpoints will say which adapters they hold.
+        args: Megatron's.
 
     Returns:
         Whether there is something to load.
@@ -116,7 +127,6 @@ def require_own(args: argparse.Namespace) -> bool:
         ValueError: what was found, and which flags to give.
     """
     mine = adapter_record(args) if are_alone(args) else None
-    setattr(args, IN_ARGUMENTS, mine)
     source = None if args.load is None else on_first_rank(partial(_source, args))
     if source is None:
         return False

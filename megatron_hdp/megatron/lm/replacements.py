@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from megatron_hdp.megatron.cpu import shim
@@ -227,10 +227,8 @@ def save(original: Function, *positional: Any, **named: Any) -> Any:
             _survival.saves.begin(iteration)
     from megatron_hdp.megatron.lm import adapters, checkpoint
 
-    alone: AbstractContextManager[None] = nullcontext()
-    if adapters.are_alone(_run.args):
-        alone = adapters.alone(arguments_of(original, *positional, **named)["model"])
-    with _job.saving(), checkpoint.saving(), alone:
+    chunks = arguments_of(original, *positional, **named)["model"]
+    with _job.saving(), checkpoint.saving(), adapters.of_save(_run.args, chunks):
         return original(*positional, **named)
 
 

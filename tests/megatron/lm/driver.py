@@ -148,7 +148,7 @@ def _be_rank(
             DiesIn(**fault)(member)
         if "no_room_for" in run:
             has_no_room(run["no_room_for"])
-        if member == 0 and "waits_at" in run:
+        if member == run.get("waiter", 0) and "waits_at" in run:
             faults.enter_context(_waiting(run["waits_at"], run["ranks"]))
         if run.get("fp64"):
             faults.enter_context(_float64())
