@@ -16,6 +16,7 @@ from tests.support.epochs import Deaths, DiesIn, SurvivingJob
 from tests.training.epoch_traces import read_trace, require_whole
 from tests.training.media_runs import ALONE, trained
 from tests.training.runs import BUCKETS, SHARDED, lines_of
+from tests.training.test_decoding import PLANE
 from tests.training.test_hundred_kills import (
     MOST_BEGUN,
     MOST_MEMBERS,
@@ -150,6 +151,11 @@ BESIDE = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_a_rank_is_replaced_beside_others(run_ranks, tmp_path, whole, name):
+    if name != "mtp":  # whose layers are in no base
+        base = tmp_path / "base"  # has another encoder than the folder that who joins reads
+        alone = {"metrics_path": None, "hdp_survive": False, "train_iters": 2}
+        trained(run_ranks, replace(whole, save=base, **alone, **ALONE))
+        whole = replace(whole, pretrained_checkpoint=base)
     whole = replace(lasting(whole), **BESIDE[name])
     traced = {"hdp_trace": tmp_path / "trace", "hdp_trace_steps": f"2-{MANY}"}
     faults = {1: AGAIN if name in ("online", "mtp") else MOMENTS["rows have left"]}
@@ -161,6 +167,19 @@ def test_a_rank_is_replaced_beside_others(run_ranks, tmp_path, whole, name):
     require_whole(trace, (0, 2), MANY - 1)
     for member in (0, 2, 3):
         assert any(one["name"] == ENCODER for one in trace.lane(member, "compute"))
+
+
+def test_a_rank_dies_beside_a_data_plane(run_ranks, tmp_path, whole):
+    """Ranks decode by themselves until the next plane answers."""
+    pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
+    whole, path = lasting(whole), tmp_path / "plane.yaml"
+    path.write_text(whole.hdp_data.read_text() + PLANE)
+    job = SurvivingJob(replace(whole, hdp_data=path), 3, tmp_path, {1: AGAIN})
+    require_survived(job, job.run())
+    assert len(job.coordinator.epoch.members) == 2
+    require_as_alone(run_ranks, job, whole)
+    loaders = [bool(one["loaders"]) for one in job.steps()]
+    assert loaders[0] and not all(loaders)
 
 
 def test_twenty_deaths_and_as_many_joins(run_ranks, tmp_path, whole):
