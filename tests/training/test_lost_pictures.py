@@ -16,7 +16,6 @@ from tests.support.epochs import Deaths, DiesIn, SurvivingJob
 from tests.training.epoch_traces import read_trace, require_whole
 from tests.training.media_runs import ALONE, trained
 from tests.training.runs import BUCKETS, SHARDED, lines_of
-from tests.training.test_decoding import PLANE
 from tests.training.test_hundred_kills import (
     MOST_BEGUN,
     MOST_MEMBERS,
@@ -173,7 +172,7 @@ def test_a_rank_dies_beside_a_data_plane(run_ranks, tmp_path, whole):
     """Ranks decode by themselves until the next plane answers."""
     pytest.importorskip("ray", reason="no Ray: pip install 'megatron-hdp[ray]'")
     whole, path = lasting(whole), tmp_path / "plane.yaml"
-    path.write_text(whole.hdp_data.read_text() + PLANE)
+    path.write_text(whole.hdp_data.read_text() + "loaders: {backend: ray, max: 2}\n")
     job = SurvivingJob(replace(whole, hdp_data=path), 3, tmp_path, {1: AGAIN})
     require_survived(job, job.run())
     assert len(job.coordinator.epoch.members) == 2
