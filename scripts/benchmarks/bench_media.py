@@ -2,9 +2,10 @@
 
 Ranks of a small model (gloo, a thread a rank) with a small encoder of Qwen3-VL's kind, whose cost
 is measured first. Pictures are drawn as those of docs/example-sizes.txt, with a sixteenth of their
-patches at Qwen3-VL, beside pages of 4K; each has a sequence of its own, or they are the pages of so
-many documents. Strategies take turns in each step. Where cores are fewer than ranks no step takes
-less than the CPU time of all ranks / cores, which is printed beside it.
+patches at Qwen3-VL, beside pages, with half of the patches that 4K has there; each has a sequence
+of its own, or they are the pages of so many documents. Strategies take turns in each step. Where
+cores are fewer than ranks no step takes less than the CPU time of all ranks / cores, which is
+printed beside it.
 Run: ``python scripts/benchmarks/bench_media.py``.
 """
 
@@ -25,7 +26,6 @@ import torch.multiprocessing
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 CHANNELS, PER_ROW = 48, 4
-PAGE = (90, 90)  # patches of 3840 x 2160 pixels, a quarter of them
 STRATEGIES = ("home", "replica", "micro-batch", "step")
 FLAGS = ("--config", "configs/tiny-cpu.yaml", "--hdp-tokens-per-rank", "8192")
 TEXT = {
@@ -69,14 +69,14 @@ def encoder_of(settings: argparse.Namespace) -> Any:
     return encoder
 
 
-def drawn(step: int, number: int, pages: int) -> list[tuple[int, int]]:
+def drawn(step: int, number: int, pages: int, page_side: int) -> list[tuple[int, int]]:
     """Patches in height and width of pictures: pages, then thumbnails, photos and documents."""
     data = np.random.default_rng(step)
     kind = data.choice(3, number, p=[0.35, 0.5, 0.15])
     middle, spread = np.array([0.05, 0.4, 2.5])[kind], np.array([0.3, 0.5, 0.6])[kind]
     pixels = 1e6 * np.minimum(np.exp(data.normal(np.log(middle), spread)), 8.3)
     sides = np.maximum(2, np.sqrt(pixels / 256 / 16).astype(int) // 2 * 2).tolist()
-    return [PAGE] * pages + [(side, side) for side in sides]
+    return [(page_side, page_side)] * pages + [(side, side) for side in sides]
 
 
 def batch_of(grids: list[tuple[int, int]], num_documents: int, num_texts: int, step: int) -> Any:
@@ -112,7 +112,7 @@ def measure(rank: int, settings: argparse.Namespace, folder: str) -> None:
     encoder = encoder_of(settings)
     rows = []
     for step in range(settings.steps + 1):  # the first is not counted
-        grids = drawn(step, settings.pictures, settings.pages)
+        grids = drawn(step, settings.pictures, settings.pages, settings.page_side)
         batch = batch_of(grids, settings.documents, settings.texts, step)
         row: dict[str, dict[str, float]] = {}
         for name in STRATEGIES[:: 1 if step % 2 else -1]:  # they take turns
@@ -176,6 +176,7 @@ def main() -> None:
         ("steps", 5),
         ("pictures", 32),
         ("pages", 0),
+        ("page-side", 128),
         ("documents", 0),
         ("texts", 32),
         ("layers", 4),
