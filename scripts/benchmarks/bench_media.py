@@ -171,18 +171,18 @@ def main() -> None:
     from megatron_hdp.processes.ports import free_port
 
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (
-        ("ranks", 4),
-        ("steps", 5),
-        ("pictures", 32),
-        ("pages", 0),
-        ("page-side", 128),
-        ("documents", 0),
-        ("texts", 32),
-        ("layers", 4),
-        ("width", 128),
+    for flag, value in (
+        ("--ranks", 4),
+        ("--steps", 5),
+        ("--pictures", 32),
+        ("--pages", 0),
+        ("--page-side", 128),
+        ("--documents", 0),
+        ("--texts", 32),
+        ("--layers", 4),
+        ("--width", 128),
     ):
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(flag, type=int, default=value)
     settings = parser.parse_args()
     settings.port = free_port()
     with tempfile.TemporaryDirectory() as folder:
