@@ -1,7 +1,5 @@
 """What items add to the steps that ``simulate`` runs: who encodes them, and how long."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -55,7 +53,7 @@ def patches_of(corpus: Corpus, step: Step) -> Int64Array:
 
 
 def encodings_of(
-    options: TrainingArguments,
+    options: "TrainingArguments",
     setting: Setting,
     steps: Sequence[Int64Array],
     batches: Sequence[Int64Array],
