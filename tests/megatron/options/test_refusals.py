@@ -256,7 +256,6 @@ REFUSED = {  # by flags that a row adds to: more flags, and words of the error a
         ("--hdp-label-smoothing 0.5", "found 0.5, expected less than 0.5"),
     ],
     f"{ON} --global-batch-size 8 --hdp-encoder e": [
-        ("--hdp-survive", "found --hdp-survive, which does not work together"),
         ("--hdp-objective orpo --hidden-dropout 0", "found --hdp-objective"),
         ("", "found --hidden-dropout 0.1"),
         ("--hdp-media-balance even", "invalid choice: 'even'"),
