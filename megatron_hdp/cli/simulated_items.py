@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,11 +77,13 @@ def encodings_of(
         for patches, made in zip(steps, plans, strict=True):
             if not len(patches):
                 continue
-            outside.append(planned_items(job, encoder, patches, balance)[2])
-            beside.append(outside[-1])
-            if made is not None:
-                in_gaps = gap_figures(job, encoder, patches, balance, made, setting)
-                beside[-1] = min(in_gaps, outside[-1], key=attrgetter("makespan_s"))
+            alone = planned_items(job, encoder, patches, balance)[2]
+            outside.append(alone)
+            beside.append(
+                alone
+                if made is None
+                else gap_figures(job, encoder, patches, balance, made, setting)
+            )
         rows = sum(int(one.sum()) for one in steps) // encoder.patches_per_row
         encoding = Encoding(
             balance=balance,
@@ -100,14 +101,14 @@ def _planned(setting: Setting, lengths: Int64Array, strategy: str) -> Plan | Non
     """A step's plan, in whose gaps items are encoded; None: there is none, and so no gap."""
     try:
         return setting.planned(lengths, strategy)
-    except ValueError:  # the table says why
+    except ValueError:  # what is told says that they are encoded besides
         return None
 
 
 def text_of(encodings: Sequence[Encoding], names: str) -> str:
     """A line on the items, which have these names, and a table of who encodes them."""
     one = encodings[0]
-    has_gaps = any(each.step_s < each.outside_s for each in encodings)
+    has_gaps = any(each.step_s != each.outside_s for each in encodings)
     rows: list[tuple[str, ...]] = [(names, "a step longer by", "efficiency")]
     rows += [(each.balance, seconds(each.step_s), f"{each.efficiency:.3f}") for each in encodings]
     how = "besides"
